@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+import re
 import sys
 
 import pyarrow
@@ -13,7 +14,7 @@ import pytest
 from lw_jax.core.config_sections import FIELDS
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
-from lw_jax.data import documents, examples, pairs, passages, row_fields, row_sources, rows
+from lw_jax.data import examples, pairs, row_fields, row_sources, rows
 
 COUNT = 301  # more than two batches
 COLUMNS = ("context:passage.text", "question:query", "answers:gold.text", "id:")
@@ -30,10 +31,6 @@ ROWS = [
 EXPECTED = [(f"One {i}.\n\nTwo {i}.", f"What is {i}?", (f"{i}", f"number {i}")) for i in range(COUNT)]
 
 
-def said(found):
-    return [(example.context, example.question, example.answers) for example in found]
-
-
 def write(folder, form, made):
     """Writes rows as a form of table; returns the source's name."""
     path = folder / form.replace(" ", "")
@@ -47,8 +44,7 @@ def write(folder, form, made):
         whole = whole if form == "saved" else datasets.DatasetDict({"train": whole, "test": whole.select([0])})
         whole.save_to_disk(str(path))
         return str(path)
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    table = pyarrow.Table.from_pylist(made)
+    table, parquet = pyarrow.Table.from_pylist(made), pyarrow.parquet
     if form == "shards":
         path.mkdir()
         for number, start in enumerate(range(0, len(made), 97)):
@@ -76,9 +72,18 @@ FORMS = (
 )
 
 
+def texts(source, **options):
+    return [(one.context, one.question, one.answers) for one in examples.read(source, **options)]
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_table_gives_the_same_examples_from_columns_of_other_names(tmp_path, form):
-    assert said(examples.read(write(tmp_path, form, ROWS), columns=COLUMNS)) == EXPECTED
+    source = write(tmp_path, form, ROWS)
+    assert texts(source, columns=COLUMNS) == EXPECTED
+    with pytest.raises(UserError, match="'question': no column 'ask', .*'passage', 'query', 'gold', 'id', 'more'"):
+        examples.read(source, columns=("context:passage.text", "question:ask", "answers:gold.text"))
+    with pytest.raises(UserError, match="'context': no column 'passage.body', .*'text', 'rank'"):
+        examples.read(source, columns=("context:passage.body", *COLUMNS[1:]))
 
 
 @pytest.mark.parametrize(
@@ -93,27 +98,10 @@ def test_every_form_of_table_gives_the_same_examples_from_columns_of_other_names
         ("saved s", "saveds:train[200]"),
     ],
 )
-def test_null_and_another_type_are_refused_with_place_field_and_column(tmp_path, form, place):
+def test_null_is_refused_with_place_field_and_column(tmp_path, form, place):
     source = write(tmp_path, form, [row | {"query": None} if i == 200 else row for i, row in enumerate(ROWS)])
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=f"{re.escape(place)}: question=None: .*'query'"):
         examples.read(source, columns=COLUMNS)
-    message = str(caught.value)
-    assert f"{place}: question=None: expected str, got null; known formats" in message
-    assert "question from 'query'" in message and "\n" not in message
-    with pytest.raises(UserError, match="more=|context=.*expected str"):
-        examples.read(source, columns=("context:passage.rank", *COLUMNS[1:]))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_column_that_is_not_there_is_refused_with_those_that_are(tmp_path, form):
-    source = write(tmp_path, form, ROWS[:5])
-    names = "'passage', 'query', 'gold', 'id', 'more'"
-    with pytest.raises(UserError, match=f"field 'question': no column 'ask', here are {names}; data.columns=question:"):
-        examples.read(source, columns=("context:passage.text", "question:ask", "answers:gold.text"))
-    with pytest.raises(UserError, match="field 'context': no column 'passage.body', here are 'text', 'rank'"):
-        examples.read(source, columns=("context:passage.body", *COLUMNS[1:]))
-    with pytest.raises(UserError, match=rf"context.*{names}"):
-        examples.read(source, columns=("id:",))
 
 
 @pytest.mark.parametrize(
@@ -122,6 +110,7 @@ def test_column_that_is_not_there_is_refused_with_those_that_are(tmp_path, form)
         ({"a.b": "whole", "a": {"b": "nested"}}, ("context:a.b",), "whole"),
         ({"a:b": "c"}, ("context:a:b",), "c"),
         ({"context": "q", "question": "c"}, ("context:question", "question:context"), "c"),
+        ({"context": "c", "answers": [], "right": "x"}, ("answer:right",), "c"),
         ({"context": ["One.", " ", "Two."]}, (), "One.\n\nTwo."),
         ({"context": [{"title": "T", "text": "One."}, {"text": "Two."}, ["U", ["a.", " b."]]]}, (),
          "T: One.\n\nTwo.\n\nU: a. b."),
@@ -133,28 +122,19 @@ def test_contexts_of_paragraphs_and_odd_columns_become_one_text(tmp_path, row, c
     assert examples.read(write(tmp_path, "rows.jsonl", [row]), columns=columns) == [Example("5", context, "q", ("x",))]
 
 
-def test_answer_that_is_named_takes_the_place_of_the_table_s_answers(tmp_path):
-    source = write(tmp_path, "rows.jsonl", [{"context": "c", "question": "q", "answers": [], "right": "x"}])
-    assert said(examples.read(source, columns=("answer:right",))) == [("c", "q", ("x",))]
-
-
-def test_null_on_the_way_to_a_nested_column_is_a_null(tmp_path):
-    source = write(tmp_path, "rows.jsonl", [{"a": None, "question": "q", "answer": "x"}])
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: context=None: expected str"):
-        examples.read(source, columns=("context:a.b",))
-
-
-def test_columns_that_are_not_needed_are_not_read(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+def test_columns_that_are_not_needed_are_not_read_and_broken_ones_are_refused(tmp_path):
     broken = pyarrow.Array.from_buffers(pyarrow.string(), 1, pyarrow.array([b"\xff"], pyarrow.binary()).buffers())
     table = pyarrow.table({"context": ["c"], "question": ["q"], "answer": ["x"], "other": broken})
-    parquet.write_table(table, tmp_path / "a.parquet")
-    assert said(examples.read(str(tmp_path / "a.parquet"))) == [("c", "q", ("x",))]
-    with pytest.raises(UserError, match=r"a\.parquet: cannot be read beyond 0 rows \(.*utf-8"):
-        examples.read(str(tmp_path / "a.parquet"), columns=("context:other",))
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert texts(str(tmp_path / "a.parquet")) == [("c", "q", ("x",))]
+    (tmp_path / "b.parquet").write_bytes(b"PAR1")
+    (tmp_path / "c.arrow").write_bytes(b"ARROW1" * 9)
+    for name, columns in (("a.parquet", ("context:other",)), ("b.parquet", ()), ("c.arrow", ())):
+        with pytest.raises(UserError, match=f"{name}: cannot be read"):
+            examples.read(str(tmp_path / name), columns=columns)
 
 
-@pytest.mark.parametrize("form", ["rows.jsonl", "rows.json", "a.parquet", "saved", "shards"])
+@pytest.mark.parametrize("form", ["rows.jsonl", "a.parquet", "saved"])
 def test_columns_that_nobody_reads_are_named_once_with_their_count(tmp_path, form, caplog):
     given = [{"context": "c", "question": "q", "answer": "a", "score": i, "source": f"s{i}"} for i in range(COUNT)]
     source = write(tmp_path, form, given)
@@ -166,44 +146,13 @@ def test_columns_that_nobody_reads_are_named_once_with_their_count(tmp_path, for
     assert ("'source'" in told) == (form == "saved"), "what the user leaves out is not told"
 
 
-@pytest.mark.parametrize("form", ["rows.jsonl", "a.parquet", "saved"])
-@pytest.mark.parametrize("name", ["system", "tools", "history"])
+@pytest.mark.parametrize(("form", "name"), [("rows.jsonl", "system"), ("a.parquet", "tools"), ("saved", "history")])
 def test_column_that_changes_the_meaning_is_refused_where_it_holds_something(tmp_path, form, name):
     given = {"context": "c", "question": "q", "answer": "a"}
     source = write(tmp_path, form, [given | {name: None}, given | {name: "Be brief."}])
     with pytest.raises(UserError, match=rf"(:2|\[1\]): {name}='Be brief.'.*data.columns={name}:"):
         examples.read(source)
     assert len(examples.read(source, columns=(f"{name}:",))) == 2
-
-
-def test_documents_and_passages_name_what_is_not_read(tmp_path, caplog):
-    source = write(tmp_path, "rows.jsonl", [{"text": "A text.", "title": "t"}, {"text": "Another.", "title": ""}])
-    for read in (documents.read, passages.read):
-        row_fields._warn_once.cache_clear()
-        with caplog.at_level(logging.WARNING):
-            assert len(list(read(source))) == 2
-        assert caplog.records.pop().getMessage() == f"{source}: not read: 'title' (1 rows)"
-
-
-@pytest.mark.parametrize(
-    ("name", "content"), [("a.parquet", b"PAR1"), ("a.parquet", b""), ("a.arrow", b"ARROW1" * 9), ("a.arrow", b"")]
-)
-def test_broken_file_is_refused_by_name(tmp_path, name, content):
-    pytest.importorskip("pyarrow")
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=rf"{name}: cannot be read beyond 0 rows"):
-        examples.read(str(tmp_path / name))
-
-
-def test_other_recipes_read_the_same_tables(tmp_path):
-    turns = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": reply}] for reply in ("hello", "no")]
-    row = {"prompt": "hi", "better": turns[0], "worse": turns[1], "body": "A text."}
-    source = write(tmp_path, "a.parquet", [row, row | {"body": " B text."}])
-    columns = ("prompt:", "chosen:better", "rejected:worse")
-    assert [pair.chosen for pair in pairs.read(f"{source},{source}", columns=columns)] == [
-        ({"role": "assistant", "content": "hello"},)
-    ] * 4
-    assert passages.read(source, ("text:body",)) == ["A text.", "B text."]
 
 
 # --- splits
@@ -232,29 +181,27 @@ def test_split_of_a_folder_is_told_from_the_names_in_it(tmp_path, names, split, 
 
 
 @pytest.mark.parametrize(
-    ("names", "source", "rule"),
+    ("names", "source", "named"),
     [
-        (("train_sft-00000-of-00001.parquet",), "", r"no split 'train', here are 'train_sft'; name .*:SPLIT"),
-        (("train.parquet", "b.parquet"), "", r"b\.parquet: its name has no split"),
-        (("a.parquet",), ":test", "no split 'test', here are none"),
-        (("a.csv",), "", r"is a directory without \.parquet, \.arrow files"),
-        ((), "/gone.parquet", r"gone\.parquet: no such file or folder"),
-        ((), "/gone.csv", r"gone\.csv: a CSV file has neither types nor lists; write its rows as .jsonl"),
+        (("train_sft-00000-of-00001.parquet",), "", "'train'.*'train_sft'"),
+        (("train.parquet", "b.parquet"), "", r"b\.parquet"),
+        (("a.parquet",), ":test", "'test'"),
+        (("a.csv",), "", r"\.parquet, \.arrow"),
+        ((), "/gone.parquet", r"gone\.parquet: no such file"),
+        ((), "/gone.csv", r"gone\.csv: a CSV file"),
     ],
 )
-def test_folder_without_the_split_or_without_tables_is_refused(tmp_path, names, source, rule):
+def test_folder_without_the_split_or_without_tables_is_refused(tmp_path, names, source, named):
     touch(tmp_path, *names)
-    with pytest.raises(UserError, match=rule):
+    with pytest.raises(UserError, match=named):
         examples.read(f"{tmp_path}{source}")
 
 
-def test_split_of_a_saved_data_set_is_named_or_taken_or_refused(tmp_path):
+def test_split_of_a_saved_data_set_is_named_or_refused(tmp_path):
     source = write(tmp_path, "saved s", ROWS[:3])
-    assert said(examples.read(f"{source}:test", columns=COLUMNS)) == EXPECTED[:1]
-    with pytest.raises(UserError, match="no split 'validation', here are 'test', 'train'; name .*:SPLIT"):
+    assert texts(f"{source}:test", columns=COLUMNS) == EXPECTED[:1]
+    with pytest.raises(UserError, match="'validation'.*'test', 'train'"):
         examples.read(source, split="validation", columns=COLUMNS)
-    with pytest.raises(UserError, match="no split 'x', here are none"):
-        examples.read(f"{write(tmp_path, 'saved', ROWS[:3])}:x", columns=COLUMNS)
 
 
 def test_validation_is_apart_from_training_by_what_is_read_not_by_its_name(tmp_path):
@@ -290,33 +237,22 @@ def test_lists_of_sources_may_be_long_and_have_no_empty_name(tmp_path, monkeypat
             row_sources.split_sources(source)
 
 
-@pytest.mark.parametrize("form", ["a.parquet", "file.arrow", "stream.arrow"])
-def test_column_that_is_there_twice_is_refused(tmp_path, form):
-    table = pyarrow.table(
-        [["c"], ["q"], ["a"], ["b"], ["x"], ["y"]], ["context", "question", "answer", "answer", "spare", "spare"]
-    )
-    if form == "a.parquet":
-        pyarrow.parquet.write_table(table, tmp_path / form)
-    else:
-        opened = pyarrow.ipc.new_file if form == "file.arrow" else pyarrow.ipc.new_stream
-        with opened(str(tmp_path / form), table.schema) as file:
-            file.write_table(table)
-    with pytest.raises(UserError, match="column 'answer' is there 2 times"):
-        examples.read(str(tmp_path / form))
+def test_column_that_is_there_twice_is_refused(tmp_path):
+    table = pyarrow.table([["c"], ["q"], ["a"], ["b"]], ["context", "question", "answer", "answer"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="'answer'"):
+        examples.read(str(tmp_path / "a.parquet"))
 
 
 # --- packages and keys
 
 
-@pytest.mark.parametrize(
-    ("package", "name"),
-    [("pyarrow", "a.parquet"), ("pyarrow", "a.arrow"), ("datasets", "state.json"), ("datasets", "")],
-)
+@pytest.mark.parametrize(("package", "name"), [("pyarrow", "a.parquet"), ("datasets", "state.json"), ("datasets", "")])
 def test_missing_package_is_refused_with_what_installs_it(tmp_path, monkeypatch, package, name):
     touch(tmp_path, name) if name else None
     source = "hub:a/b" if not name else str(tmp_path if name == "state.json" else tmp_path / name)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=f"needs the package '{package}' .*: pip install datasets"):
+    with pytest.raises(UserError, match=f"'{package}'.*pip install"):
         examples.read(source)
 
 
