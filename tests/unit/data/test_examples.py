@@ -40,7 +40,7 @@ SQUAD = {
 }
 ROWS = [
     {"context": "Ann has a dog.", "question": "What has Ann?", "answers": ["dog", "a dog"]},
-    {"context": "Bo has a cat.", "question": "What has Bo?", "answer": "cat", "id": 7},
+    {"context": "Bo has a cat.", "question": "What has Bo?", "answer": "cat", "answers": None, "id": 0},
 ]
 
 
@@ -65,12 +65,6 @@ def test_squad_keeps_distinct_references_in_order_and_tells_unanswerable_ones(tm
     assert "skipped 1 of 3 questions" in caplog.text
 
 
-def test_squad_v1_without_impossible_flag_is_read(tmp_path):
-    qas = [{"id": "a", "question": "Who?", "answers": [{"text": "Ann", "answer_start": 0}]}]
-    document = {"data": [{"title": "t", "paragraphs": [{"context": "Ann ran.", "qas": qas}]}]}
-    assert examples.read(write(tmp_path / "x.json", json.dumps(document)))[0].answers == ("Ann",)
-
-
 @pytest.mark.parametrize("shape", ["file", "hub"])
 def test_hotpot_paragraphs_become_titled_text(tmp_path, shape):
     paragraphs = [["Ed", ["Ed ran.", " He won."]], ["Al", ["Al sat."]]]
@@ -91,15 +85,7 @@ def test_hotpot_paragraphs_become_titled_text(tmp_path, shape):
 )
 def test_plain_rows_are_read_from_lines_and_arrays(tmp_path, name, text):
     first, second = examples.read(write(tmp_path / name, text))
-    assert (first.answers, second.answers, second.id) == (("dog", "a dog"), ("cat",), "7")
-
-
-def test_null_answers_beside_an_answer_and_an_id_of_zero_are_read(tmp_path):
-    row = {"context": "a b", "question": "q", "answers": None, "answer": "x", "id": 0}
-    (found,) = examples.read(write(tmp_path / "x.jsonl", json.dumps(row)))
-    assert (found.answers, found.id) == (("x",), "0")
-    with pytest.raises(UserError, match="field 'answers' is empty"):
-        examples.read(write(tmp_path / "y.jsonl", json.dumps(row | {"answer": None})))
+    assert (first.answers, second.answers, second.id) == (("dog", "a dog"), ("cat",), "0")
 
 
 def test_line_separator_inside_a_string_does_not_break_a_row(tmp_path):
@@ -114,59 +100,27 @@ def test_limit_spreads_evenly_over_the_source(tmp_path):
     assert len(examples.read(path, limit=99)) == 11
 
 
-BROKEN = {
-    "missing field": (
-        "x.jsonl",
-        json.dumps(ROWS[0]) + '\n{"context": "a", "answer": "b"}',
-        r"x\.jsonl:2: .*missing required field question, found 'context', 'answer'",
-    ),
-    "broken line": (
-        "x.jsonl",
-        json.dumps(ROWS[0]) + '\n{"context": ',
-        r"x\.jsonl:2: broken JSON",
-    ),
-    "broken first line": ("x.jsonl", '{"context": \n' + json.dumps(ROWS[0]), r"x\.jsonl:1: broken JSON"),
-    "broken document": ("x.json", '{"data": [\n{"a": 1},\n}', r"x\.json:1: broken JSON.*line 3, byte 1"),
-    "empty context": ("x.jsonl", json.dumps(ROWS[0] | {"context": " "}), r"x\.jsonl:1: field 'context' is empty"),
-    "empty answer": ("x.jsonl", json.dumps(ROWS[0] | {"answers": ["a", ""]}), r"x\.jsonl:1: field 'answers' is empty"),
-    "no answer": ("x.jsonl", json.dumps(ROWS[0] | {"answers": []}), r"x\.jsonl:1: field 'answers' is empty"),
-    "number": (
-        "x.json",
-        json.dumps([ROWS[0], ROWS[1] | {"answer": 3}]),
-        r"x\.json\[1\]: answer=3: expected str, got int",
-    ),
-    "other format": (
-        "x.json",
-        '{"prompt": "a", "chosen": "b"}',
-        r"missing required field context, found 'prompt', 'chosen'",
-    ),
-    "scalar": ("x.json", "3", r"x\.json:1: expected object, got int"),
-    "empty file": ("x.json", " \n", r"x\.json: the file is empty"),
-    "empty array": ("x.json", "[]", r"x\.json: no examples"),
-    "bad paragraphs": (
-        "x.json",
-        json.dumps([ROWS[0] | {"context": [["t", "s"]]}]),
-        r"x\.json\[0\]: context\[0\]\[1\]='s'",
-    ),
-    "squad without qas": (
-        "x.json",
-        '{"data": [{"paragraphs": [{"context": "a"}]}]}',
-        r"data\[0\]\.paragraphs\[0\]: .*field qas",
-    ),
-}
+BROKEN = [
+    ("x.jsonl", json.dumps(ROWS[0]) + '\n{"context": "a", "answer": "b"}', r"x\.jsonl:2: .*question"),
+    ("x.jsonl", json.dumps(ROWS[0]) + '\n{"context": ', r"x\.jsonl:2: broken JSON"),
+    ("x.json", '{"data": [\n{"a": 1},\n}', r"x\.json:1: broken JSON.*line 3, byte 1"),
+    ("x.jsonl", json.dumps(ROWS[0] | {"context": " "}), r"x\.jsonl:1: .*'context'"),
+    ("x.jsonl", json.dumps(ROWS[0] | {"answers": ["a", ""]}), r"x\.jsonl:1: .*'answers'"),
+    ("x.jsonl", json.dumps(ROWS[0] | {"answers": []}), r"x\.jsonl:1: .*'answers'"),
+    ("x.json", json.dumps([ROWS[0], ROWS[1] | {"answer": 3}]), r"x\.json\[1\]: answer=3"),
+    ("x.json", '{"prompt": "a", "chosen": "b"}', "context.*'prompt', 'chosen'"),
+    ("x.json", " \n", r"x\.json: "),
+    ("x.json", "[]", r"x\.json: no examples"),
+    ("x.jsonl", json.dumps(ROWS[0] | {"is_impossible": True}), "no examples.*1 unanswerable"),
+    ("x.json", json.dumps([ROWS[0] | {"context": [["t", "s"]]}]), r"x\.json\[0\]: context\[0\]\[1\]='s'"),
+    ("x.json", '{"data": [{"paragraphs": [{"context": "a"}]}]}', r"data\[0\]\.paragraphs\[0\]: .*qas"),
+]
 
 
-@pytest.mark.parametrize("case", BROKEN)
-def test_broken_input_is_refused_with_place_and_field(tmp_path, case):
-    name, text, message = BROKEN[case]
-    with pytest.raises(UserError, match=message):
+@pytest.mark.parametrize(("name", "text", "named"), BROKEN)
+def test_broken_input_is_refused_with_place_and_field(tmp_path, name, text, named):
+    with pytest.raises(UserError, match=named):
         examples.read(write(tmp_path / name, text))
-
-
-def test_all_unanswerable_is_refused_with_their_number(tmp_path):
-    path = write(tmp_path / "x.jsonl", json.dumps(ROWS[0] | {"is_impossible": True}))
-    with pytest.raises(UserError, match=r"no examples \(1 unanswerable"):
-        examples.read(path)
 
 
 class Rows(list):
@@ -201,11 +155,8 @@ def hub_double(monkeypatch, rows):
     ("source", "request_"),
     [
         ("hub:org/qa", ("org/qa", None, "train", None)),
-        ("hub:org/qa:distractor", ("org/qa", "distractor", "train", None)),
         ("hub:org/qa:validation[:10%]", ("org/qa", None, "validation[:10%]", None)),
-        ("hub:org/qa:hard:train[5:]", ("org/qa", "hard", "train[5:]", None)),
         ("hub:org/qa:a:b:c", None),
-        ("hub:org/qa:test", ("org/qa", None, "test", None)),
         ("hub:org/qa:hard:dev", ("org/qa", "hard", "dev", None)),
         ("hub:org/qa@refs/convert/parquet", ("org/qa", None, "train", "refs/convert/parquet")),
         ("hub:org/qa:hard:test@1a2b", ("org/qa", "hard", "test", "1a2b")),
@@ -227,12 +178,9 @@ def test_hub_source_names_dataset_config_and_split(monkeypatch, source, request_
     assert asked == [request_]
 
 
-def test_missing_hub_package_or_network_is_refused_with_remedy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match="pip install datasets"):
-        examples.read("hub:org/qa")
+def test_hub_that_does_not_answer_is_refused(monkeypatch):
     hub_double(monkeypatch, None)
-    with pytest.raises(UserError, match="hub:org/qa:train: .*no route to the hub; check name.*network"):
+    with pytest.raises(UserError, match="hub:org/qa:train: .*no route to the hub"):
         examples.read("hub:org/qa")
 
 
@@ -248,32 +196,12 @@ def test_load_takes_source_and_limit_of_the_split(tmp_path, monkeypatch):
     assert [request[2] for request in asked] == ["train", "validation"]
 
 
-def test_load_takes_the_named_columns_and_the_split_of_a_folder(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    made = [row | {"body": row["context"], "context": None, "answer": "x", "answers": None, "id": "1"} for row in ROWS]
-    parts = {name: datasets.Dataset.from_list([row]) for name, row in zip(("train", "validation"), made, strict=True)}
-    datasets.DatasetDict(parts).save_to_disk(str(tmp_path))
-    data = data_config(train=str(tmp_path), validation=str(tmp_path), columns=("context:body", "answers:"))
-    found = {split: [one.context for one in examples.load(data, split, seed=0)] for split in parts}
-    assert found == {"train": ["Ann has a dog."], "validation": ["Bo has a cat."]}
-
-
 def test_several_sources_follow_each_other(tmp_path):
     one, two = (write(tmp_path / name, json.dumps(row)) for name, row in (("1.jsonl", ROWS[0]), ("2.jsonl", ROWS[1])))
     odd = write(tmp_path / "a,b.jsonl", json.dumps(ROWS[0]))
     assert examples.read(f"{one},{two}") == examples.read(one) + examples.read(two)
     assert len(examples.read(odd)) == 1
-    with pytest.raises(UserError, match="is the training source"):
-        examples.load(data_config(train=f"{one},{two}", validation=two), "train", seed=0)
-
-
-def test_validation_on_the_training_source_is_refused(tmp_path):
-    path = write(tmp_path / "x.jsonl", json.dumps(ROWS[0]))
-    (tmp_path / "link.jsonl").symlink_to(path)
-    for train, validation in [
-        (path, str(tmp_path / "." / "x.jsonl")),
-        (path, str(tmp_path / "link.jsonl")),
-        ("hub:org/qa", "hub:org/qa:train"),
-    ]:
+    (tmp_path / "link.jsonl").symlink_to(two)
+    for validation in (two, str(tmp_path / "." / "2.jsonl"), str(tmp_path / "link.jsonl")):
         with pytest.raises(UserError, match="is the training source"):
-            examples.load(data_config(train=train, validation=validation), "train", seed=0)
+            examples.load(data_config(train=f"{one},{two}", validation=validation), "train", seed=0)
