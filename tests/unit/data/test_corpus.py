@@ -11,12 +11,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from lw_jax.core import progress
 from lw_jax.core.errors import UserError
 from lw_jax.data import corpus, documents
-from lw_jax.data.corpus import Span, pack
+from lw_jax.data.corpus import pack
 from lw_jax.data.row_sources import Unreachable
-from lw_jax.data.tokens import ByteTokenizer, load_tokenizer, wrap
+from lw_jax.data.tokens import ByteTokenizer, wrap
 
 DOCUMENTS = ["naïve 中文\n", "", "two words", " \n ", *(f"document {i} of many" for i in range(31))]
 KEPT = [text for text in DOCUMENTS if text.strip()]
@@ -68,13 +67,15 @@ def everything(packed):
     return packed.read(0, packed.tokens)
 
 
-def test_every_document_is_followed_by_eos_and_blank_ones_are_counted_apart(tmp_path, source):
-    packed = pack(source, ByteTokenizer(), root=tmp_path)
-    ids = everything(packed)
-    assert ids.dtype == np.int32
-    np.testing.assert_array_equal(ids, expected())
+def test_every_document_is_followed_by_eos_and_blank_ones_are_counted_apart(tmp_path, source, tiny):
+    packed, ids = pack(source, ByteTokenizer(), root=tmp_path), expected()
+    assert everything(packed).dtype == np.int32
+    np.testing.assert_array_equal(everything(packed), ids)
+    np.testing.assert_array_equal(packed.rows([7, 300, 52], 19), [ids[7:26], ids[300:319], ids[52:71]])
     assert (packed.documents, packed.blank) == (len(KEPT), 2)
     assert packed.bytes == sum(len(text.encode()) for text in KEPT) == packed.tokens - len(KEPT)
+    with pytest.raises(IndexError):
+        packed.read(packed.tokens - 9, 10)
 
 
 def test_second_job_finds_what_the_first_made(tmp_path, source, monkeypatch):
@@ -84,19 +85,6 @@ def test_second_job_finds_what_the_first_made(tmp_path, source, monkeypatch):
     assert (first.made, again.made) == (True, False) and again.folder == first.folder
     assert "found packed" in again.describe()[1]
     np.testing.assert_array_equal(everything(again), everything(first))
-
-
-def test_any_stretch_is_read(tmp_path, source, tiny):
-    packed, ids = pack(source, ByteTokenizer(), root=tmp_path), expected()
-    np.testing.assert_array_equal(everything(packed), ids)
-    np.testing.assert_array_equal(packed.rows([7, 300, 52], 19), [ids[7:26], ids[300:319], ids[52:71]])
-    assert packed.rows([], 5).shape == (0, 5)
-
-
-@pytest.mark.parametrize(("start", "count"), [(-1, 2), (0, 10_000), (700, 100)])
-def test_reading_beyond_the_ends_is_refused(tmp_path, source, start, count):
-    with pytest.raises(IndexError, match="do not lie within"):
-        pack(source, ByteTokenizer(), root=tmp_path).read(start, count)
 
 
 def test_text_in_pieces_is_one_document(tmp_path, monkeypatch):
@@ -109,20 +97,11 @@ def test_text_in_pieces_is_one_document(tmp_path, monkeypatch):
     assert packed.documents == 2 and packed.blank == 0
 
 
-def test_large_vocabulary_is_kept_in_32_bits(tmp_path, source, tiny):
-    packed = pack(source, Wide(), root=tmp_path)
-    assert packed.dtype == "uint32"
-    np.testing.assert_array_equal(everything(packed), np.concatenate([[*map(ord, text), Wide().eos] for text in KEPT]))
-    assert packed.folder.joinpath(corpus.IDS).stat().st_size == 4 * packed.tokens
-
-
 @pytest.mark.parametrize(("vocab", "dtype"), [(1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
-def test_narrow_type_holds_every_id_of_a_vocabulary(tmp_path, source, vocab, dtype):
+def test_ids_are_kept_in_as_many_bits_as_the_vocabulary_needs(tmp_path, source, tiny, vocab, dtype):
     packed = pack(source, Wide(vocab=vocab, eos=vocab - 1), root=tmp_path)
-    assert packed.dtype == dtype and everything(packed)[-1] == vocab - 1
-
-
-def test_id_beyond_the_vocabulary_is_never_written(tmp_path, source):
+    assert packed.dtype == dtype
+    np.testing.assert_array_equal(everything(packed), np.concatenate([[*map(ord, text), vocab - 1] for text in KEPT]))
     with pytest.raises(ValueError, match="vocabulary of 65536"):
         pack(source, Wide(vocab=1 << 16), root=tmp_path)
 
@@ -137,21 +116,6 @@ def test_tokenizer_and_content_each_have_a_corpus_of_their_own(tmp_path, source)
     np.testing.assert_array_equal(everything(longer), expected([*KEPT, "more"]))
 
 
-def test_subword_tokenizer_packs_what_it_encodes(tmp_path, source, tiny):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE({t: i for i, t in enumerate([*alphabet, "do", "cu", "docu"])},
-                                 [("d", "o"), ("c", "u"), ("do", "cu")]))  # fmt: skip
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    fast.save_pretrained(str(tmp_path / "model"))
-    tokenizer = load_tokenizer(tmp_path / "model")
-    packed = pack(source, tokenizer, root=tmp_path)
-    ids = [i for text in KEPT for i in (*tokenizer.encode(text), tokenizer.eos)]
-    np.testing.assert_array_equal(everything(packed), ids)
-    assert packed.tokens < packed.bytes
-
-
 def test_documents_begin_as_the_texts_that_a_model_will_continue(tmp_path, source, tiny):
     begun = ByteTokenizer(begin=(256, 7))
     packed = pack(source, begun, root=tmp_path)
@@ -161,7 +125,7 @@ def test_documents_begin_as_the_texts_that_a_model_will_continue(tmp_path, sourc
     assert pack(source, begun, root=tmp_path).folder == packed.folder
 
 
-@pytest.mark.parametrize("text", ["<a>b</a>", "b</a>", "<a>b", "b", "<a>b</a>\n\n", "b\n", "<a>b</a> <a>c</a>"])
+@pytest.mark.parametrize("text", ["b", "b</a>", "<a>b", "<a>b</a>\n\n", "<a>b</a> <a>c</a>"])
 def test_document_s_own_marks_are_not_doubled(tmp_path, text):
     backend = Backend(models.BPE({t: i for i, t in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet())])}, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -214,44 +178,21 @@ def test_of_two_jobs_one_packs_and_the_other_finds_it(tmp_path, source):
         np.testing.assert_array_equal(everything(one), expected())
 
 
-def test_progress_is_told_while_a_long_source_is_packed(tmp_path, source, tiny, monkeypatch, capsys):
-    class Slow(ByteTokenizer):
-        def encode_arrays(self, texts):
-            time.sleep(0.02)
-            return super().encode_arrays(texts)
-
-    monkeypatch.setenv(progress.SECONDS, "0.01")
-    pack(source, Slow(), root=tmp_path)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) > 3 and all(line.startswith(f"tokenising {source}: ") for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "rule"),
-    [
-        ("ids.bin", b"short", r"ids\.bin: 5 bytes.*; remove the folder"),
-        ("ids.bin", None, r"ids\.bin: 0 bytes"),
-        ("meta.json", b"{", r"meta\.json: broken .*remove the folder"),
-        ("meta.json", b"[]", r"meta\.json: expected object.*remove the folder"),
-    ],
-)
-def test_damaged_corpus_is_refused_by_name(tmp_path, source, tiny, name, content, rule):
+@pytest.mark.parametrize(("name", "content"), [("ids.bin", b"short"), ("ids.bin", None), ("meta.json", b"{")])
+def test_damaged_corpus_is_refused_by_name(tmp_path, source, tiny, name, content):
     file = pack(source, ByteTokenizer(), root=tmp_path).folder / name
     file.write_bytes(content) if content is not None else file.unlink()
-    with pytest.raises(UserError, match=rule):
+    with pytest.raises(UserError, match=f"{name}: .*remove the folder"):
         pack(source, ByteTokenizer(), root=tmp_path)
 
 
-def test_source_without_text_is_refused(tmp_path):
+def test_text_or_folder_that_is_not_there_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": " "}\n')
     with pytest.raises(UserError, match=r"a\.jsonl: no text in its 2 documents"):
         pack(str(tmp_path / "a.jsonl"), ByteTokenizer(), root=tmp_path)
-
-
-def test_folder_that_cannot_be_made_is_told(tmp_path, source):
-    (tmp_path / "corpus").write_text("a file")
-    with pytest.raises(UserError, match="cannot be packed there .*another cache folder"):
-        pack(source, ByteTokenizer(), root=tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="another cache folder"):
+        pack(str(tmp_path / "a.jsonl"), ByteTokenizer(), root=tmp_path / "file")
 
 
 def test_hub_that_does_not_answer_gives_what_was_packed_and_says_so(tmp_path, monkeypatch, caplog):
@@ -278,8 +219,7 @@ def test_hub_that_does_not_answer_gives_what_was_packed_and_says_so(tmp_path, mo
 # --- held out
 
 
-@pytest.mark.parametrize("length", [7, 16, 100])
-@pytest.mark.parametrize("held_out", [0.2, 0.37, 0.5])
+@pytest.mark.parametrize(("held_out", "length"), [(0.2, 7), (0.37, 16), (0.5, 100)])
 def test_split_shares_one_token_that_is_a_target_of_the_first_side_alone(tmp_path, source, held_out, length):
     packed = pack(source, ByteTokenizer(), root=tmp_path)
     first, last = packed.split(held_out, length=length)
@@ -294,6 +234,3 @@ def test_split_that_leaves_a_side_without_a_window_is_refused(tmp_path, source):
     for held_out, length in ((0.0, 7), (1.0, 7), (0.99, 50), (0.5, packed.tokens)):
         with pytest.raises(UserError, match=f"held_out={held_out} .*window of {length}"):
             packed.split(held_out, length=length)
-    border = (packed.tokens - 1) // 2
-    first, last = packed.split(0.5, length=border)
-    assert (len(first), last) == (border + 1, Span(packed, border, packed.tokens))
