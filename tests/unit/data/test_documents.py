@@ -1,8 +1,6 @@
 """lw_jax/data/documents.py: documents streamed from every kind of source, and what tells one source from another."""
 
-import ast
 import gzip
-import inspect
 import json
 import os
 import sys
@@ -41,25 +39,18 @@ def test_text_file_is_one_document_with_every_character_of_it(tmp_path):
     assert texts(tmp_path / "a.txt") == texts(tmp_path / "b.txt.gz") == [TEXT]
 
 
-@pytest.mark.parametrize("size", [5, 41, 300, 10_000])
-def test_pieces_end_with_a_line_and_only_the_last_ends_the_document(tmp_path, monkeypatch, size):
+@pytest.mark.parametrize("size", [5, 41, 10_000])
+def test_pieces_end_with_a_line_or_before_a_word_and_only_the_last_ends_the_document(tmp_path, monkeypatch, size):
     monkeypatch.setattr(documents, "PIECE", size)
-    (tmp_path / "a.txt").write_bytes(TEXT.encode())
+    text = TEXT + "\n" + "word " * 40 + "x" * 100
+    (tmp_path / "a.txt").write_bytes(text.encode())
     pieces = list(read(str(tmp_path / "a.txt")))
-    assert "".join(piece.text for piece in pieces) == TEXT
+    assert "".join(piece.text for piece in pieces) == text
     assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert all(len(piece.text) < 3 * size for piece in pieces)
-    if size >= 41:  # longer than any line
-        assert all(piece.text.endswith("\n") for piece in pieces[:-1])
-
-
-def test_line_longer_than_a_piece_is_cut_before_a_word(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "PIECE", 23)
-    line = "word " * 40 + "x" * 100
-    (tmp_path / "a.txt").write_text(line)
-    pieces = [piece.text for piece in read(str(tmp_path / "a.txt"))]
-    assert "".join(pieces) == line and len(pieces) > 5
-    assert all(piece.startswith(" word") for piece in pieces[1:5])
+    if size == 41:  # longer than any line but the last
+        for piece, behind in zip(pieces[:-3], pieces[1:-2], strict=True):
+            assert piece.text.endswith("\n") or behind.text.startswith(" word")
 
 
 def test_rows_are_documents_and_blank_ones_are_told_as_such(tmp_path):
@@ -83,22 +74,21 @@ def test_folder_is_read_in_the_order_of_names_at_any_depth(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "rule"),
+    ("name", "content", "named"),
     [
         ("a.txt", b"caf\xe9", r"a\.txt: not UTF-8"),
         ("a.txt.gz", gzip.compress(b"text" * 99, mtime=0)[:-9], r"a\.txt\.gz: broken gzip"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "a"', r"a\.jsonl:2: broken JSON"),
-        ("a.csv", b"a,b", r"a\.csv: unknown kind of file; name a \.txt"),
-        ("", b"", r"is a directory without .*\.txt"),
-        ("gone/a.txt", None, r"gone/a\.txt: no such file or folder"),
+        ("a.csv", b"a,b", r"a\.csv: "),
+        ("", b"", "is a directory"),
+        ("gone/a.txt", None, r"gone/a\.txt: no such file"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name(tmp_path, name, content, rule):
-    path = tmp_path / name
+def test_what_cannot_be_read_is_refused_by_name(tmp_path, name, content, named):
     if content:
-        path.write_bytes(content)
-    with pytest.raises(UserError, match=rule):
-        texts(path)
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=named):
+        texts(tmp_path / name)
 
 
 # --- what a source is
@@ -169,12 +159,7 @@ def test_identity_of_docstrings_follows_python_and_the_library(library, monkeypa
     assert identify("docstrings") != first
     monkeypatch.undo()
     assert identify("docstrings") != first  # the real library
-
-
-def test_real_library_has_a_megabyte_of_text():
-    found = texts("docstrings")
-    assert sum(len(text.encode()) for text in found) > 1e6
-    assert any(text.startswith(inspect.cleandoc(ast.__doc__)) for text in found)
+    assert sum(map(len, texts("docstrings"))) > 1e6
 
 
 # --- data sets
@@ -253,20 +238,3 @@ def test_folder_of_tables_is_read_by_split_and_another_with_text_whole(tmp_path)
     assert identify(str(tmp_path)) != identify(f"{tmp_path}:test")
     (tmp_path / "a.txt").write_text("a")
     assert texts(tmp_path) == ["a", "test-00000-of-00001", "train-00000-of-00002", "train-00001-of-00002"]
-
-
-def test_saved_data_set_is_known_by_its_split(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    made = {
-        "train": datasets.Dataset.from_dict({"text": ["one"]}),
-        "validation": datasets.Dataset.from_dict({"text": ["two"]}),
-    }
-    datasets.DatasetDict(made).save_to_disk(str(tmp_path))
-    assert (texts(tmp_path), texts(tmp_path, "validation")) == (["one"], ["two"])
-    assert identify(str(tmp_path)) != identify(str(tmp_path), "validation") == identify(f"{tmp_path}:validation")
-
-
-def test_folder_of_text_has_no_split_to_name(tmp_path):
-    (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(UserError, match=r"without \.parquet, \.arrow files"):
-        texts(f"{tmp_path}:test")
