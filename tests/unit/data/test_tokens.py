@@ -54,27 +54,17 @@ def pieces(tokenizer, text):
 
 
 @pytest.mark.parametrize(
-    ("pre", "digits"), [("smollm", ["1", "2", "3", "1", "2"]), ("qwen2", ["1", "2", "3", "1", "2"])]
+    ("pre", "digits", "words", "accent"),
+    [
+        ("smollm", list("12312"), list("whole"), "e\u0301"),
+        ("qwen2", list("12312"), list("whole"), "\u00e9"),
+        ("llama-bpe", ["123", "12"], ["whole"], "e\u0301"),
+    ],
 )
-def test_digits_stand_alone_although_a_merge_would_join_them(tmp_path, pre, digits):
-    assert pieces(load_tokenizer(write_gguf(tmp_path / "a.gguf", pre=pre)), "12312") == digits
-
-
-def test_llama_joins_digits_by_threes_and_takes_whole_words_from_the_vocabulary(tmp_path):
-    tokenizer = load_tokenizer(write_gguf(tmp_path / "a.gguf", pre="llama-bpe"))
-    assert pieces(tokenizer, "12312") == ["123", "12"]
-    assert pieces(tokenizer, "whole") == ["whole"]
-
-
-def test_whole_word_without_merges_is_spelled_out_elsewhere(gguf):
-    assert pieces(gguf, "whole") == list("whole")
-
-
-def test_qwen_composes_accents_and_the_others_keep_them(tmp_path, gguf):
-    decomposed = "e\u0301"
-    qwen = load_tokenizer(write_gguf(tmp_path / "q.gguf", pre="qwen2"))
-    assert qwen.decode(qwen.encode(decomposed)) == "\u00e9"
-    assert gguf.decode(gguf.encode(decomposed)) == decomposed
+def test_each_kind_of_vocabulary_has_its_own_rules(tmp_path, pre, digits, words, accent):
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "a.gguf", pre=pre))
+    assert (pieces(tokenizer, "12312"), pieces(tokenizer, "whole")) == (digits, words)
+    assert tokenizer.decode(tokenizer.encode("e\u0301")) == accent
 
 
 @pytest.mark.parametrize("text", ["he hi 1234", "naïve 中文\n\n  tabs\t.", "", " leading , and 's spaces "])
@@ -84,19 +74,11 @@ def test_decoding_gives_the_text_back_untidied(gguf, text):
 
 def test_special_tokens_in_the_text_are_parsed_and_skipped_in_decoding(gguf):
     ids = gguf.encode("<|im_start|>hi<|im_end|>")
-    assert ids[0] == len(TOKENS) + 1 and ids[-1] == gguf.eos == len(TOKENS) + 2
+    assert ids[0] == len(TOKENS) + 1 and ids[-1] == gguf.eos == gguf.pad == len(TOKENS) + 2
     assert gguf.decode(ids) == "hi"
-
-
-def test_user_defined_tokens_are_whole_and_stay_in_the_text(gguf):
-    ids = gguf.encode(f"a{USER_DEFINED}b")
-    assert len(ids) == 3 and gguf.decode(ids) == f"a{USER_DEFINED}b"
-
-
-def test_named_ids_come_from_the_file(gguf):
-    assert gguf.vocab == len(TOKENS) + len(SPECIAL) + 1
     assert gguf.stops == (gguf.eos, len(TOKENS))  # <|im_end|>, then <|endoftext|>
-    assert gguf.pad == gguf.eos  # none stated
+    user = gguf.encode(f"a{USER_DEFINED}b")
+    assert len(user) == 3 and gguf.decode(user) == f"a{USER_DEFINED}b"
 
 
 @pytest.mark.parametrize(
@@ -121,28 +103,19 @@ def test_chat_is_rendered_with_generation_prompt_and_a_fixed_date(gguf):
     assert "system" not in gguf.render_chat("hi")
 
 
-def test_missing_chat_template_is_refused(tmp_path):
-    tokenizer = load_tokenizer(write_gguf(tmp_path / "bare.gguf", template=""))
-    with pytest.raises(UserError, match=r"bare\.gguf.*no chat template"):
-        tokenizer.render_chat("hi")
-
-
-def test_template_that_refuses_the_prompt_is_told(tmp_path):
-    template = "{{ raise_exception('no system role') }}"
-    tokenizer = load_tokenizer(write_gguf(tmp_path / "a.gguf", template=template))
-    with pytest.raises(UserError, match="no system role"):
-        tokenizer.render_chat("hi", system="be")
-
-
-@pytest.mark.parametrize(("key", "value"), [("pre", "tekken"), ("model", "llama")])
-def test_unknown_vocabulary_is_refused_by_name(tmp_path, key, value):
-    with pytest.raises(UserError, match=f"'{value}'"):
-        load_tokenizer(write_gguf(tmp_path / "a.gguf", **{key: value}))
-
-
-def test_missing_eos_is_refused(tmp_path):
-    with pytest.raises(UserError, match="no EOS"):
-        load_tokenizer(write_gguf(tmp_path / "a.gguf", eos=False))
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"pre": "tekken"}, "'tekken'"),
+        ({"model": "llama"}, "'llama'"),
+        ({"eos": False}, "EOS"),
+        ({"template": ""}, r"a\.gguf.*chat template"),
+        ({"template": "{{ raise_exception('no system role') }}"}, "no system role"),
+    ],
+)
+def test_what_a_file_lacks_or_refuses_is_refused_by_name(tmp_path, changes, named):
+    with pytest.raises(UserError, match=named):
+        load_tokenizer(write_gguf(tmp_path / "a.gguf", **changes)).render_chat("hi", system="be")
 
 
 def test_fingerprint_follows_the_content(tmp_path, gguf):
@@ -177,16 +150,10 @@ def test_folder_gives_what_its_tokenizer_json_says(folder):
     assert pieces(tokenizer, "123 hi he") == ["123", " hi", " h", "e"]  # "Ġh" "e", uncut, unpadded
     assert tokenizer.begin == (len(TOKENS),)
     assert tokenizer.stops == (tokenizer.eos,) == (len(TOKENS) + 1,)
-
-
-def test_generation_config_adds_stops(folder):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [len(TOKENS) + 1, 5]}))
     assert load_tokenizer(folder).stops == (len(TOKENS) + 1, 5)
-
-
-def test_folder_without_fast_tokenizer_is_refused(folder):
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"no tokenizer\.json"):
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
         load_tokenizer(folder)
 
 
@@ -209,16 +176,6 @@ def test_bert_text_stands_between_its_marks_uncut_and_unpadded(marked):
     assert tokenizer.encode_batch(["ab", "", "c d"]) == [tokenizer.encode(text) for text in ("ab", "", "c d")]
 
 
-def test_bert_fingerprint_follows_the_content(marked):
-    before = load_source_tokenizer(marked).fingerprint
-    assert load_source_tokenizer(marked).fingerprint == before
-    file = marked / "tokenizer.json"
-    fields = json.loads(file.read_text())
-    fields["normalizer"]["lowercase"] = False
-    file.write_text(json.dumps(fields))
-    assert load_source_tokenizer(marked).fingerprint != before
-
-
 def test_bert_tokenizer_without_padding_token_is_refused(marked):
     for name, key in (("tokenizer.json", "padding"), ("tokenizer_config.json", "pad_token")):
         fields = json.loads((marked / name).read_text())
@@ -237,19 +194,12 @@ def test_decoder_body_reads_by_its_reader_tokenizer(folder, tmp_path):
         assert body.encode("hi he") == reader.encode("hi he") == body.encode_batch(["hi he"])[0]
 
 
-def test_broken_config_beside_a_tokenizer_is_told(marked):
-    (marked / "config.json").write_text("[1]")
-    with pytest.raises(UserError, match=r"config\.json: expected object"):
-        load_source_tokenizer(marked)
-
-
 def test_bytes_round_trip_and_padding_is_dropped():
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode("naïve 中")
     assert ids == list("naïve 中".encode()) and max(ids) < tokenizer.pad < tokenizer.vocab
-    assert tokenizer.decode([*ids, tokenizer.pad, tokenizer.pad]) == "naïve 中"
+    assert tokenizer.decode([*ids, tokenizer.pad, tokenizer.eos]) == "naïve 中"
     assert tokenizer.decode([0xC3]) == "\ufffd"
-    assert tokenizer.encode_batch(["a", ""]) == [[97], []]
-    assert tokenizer.special == ((), ())
-    assert [ids.tolist() for ids in tokenizer.encode_arrays(["é", ""])] == tokenizer.encode_batch(["é", ""])
-    assert tokenizer.decode([97, tokenizer.eos]) == "a" and tokenizer.eos < tokenizer.vocab
+    assert (
+        [ids.tolist() for ids in tokenizer.encode_arrays(["a", ""])] == tokenizer.encode_batch(["a", ""]) == [[97], []]
+    )
