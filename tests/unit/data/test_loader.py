@@ -44,12 +44,9 @@ def test_each_epoch_visits_each_example_once_in_another_order():
 def test_order_is_a_function_of_the_seed():
     runs = [indices(Loader(data_schedule(), global_batch=BATCH, seed=seed), 9) for seed in (4, 4, 5)]
     assert runs[0] == runs[1] != runs[2]
-    # Neither is another seed's order a later epoch of this one.
-    flat = [list(itertools.chain(*run)) for run in runs]
-    assert flat[0][N : 2 * N] != flat[2][:N]
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5])
+@pytest.mark.parametrize("count", [2, 4])
 def test_shares_of_all_processes_are_the_batch_of_one(count):
     data = encoded()
     one = DataSchedule.of(data)
@@ -92,15 +89,12 @@ def test_state_of_another_order_is_refused_by_name(change):
         other.restore(state)
 
 
-def test_data_smaller_than_a_batch_is_refused_with_both_numbers():
-    with pytest.raises(UserError, match=r"23 usable examples.*global_batch=29"):
-        Loader(data_schedule(), global_batch=29, seed=0)
-    Loader(data_schedule(), global_batch=N, seed=0)
-
-
-def test_batch_smaller_than_the_number_of_processes_is_refused():
-    with pytest.raises(UserError, match=r"global_batch=6\b.*\b7"):
-        Loader(data_schedule(), global_batch=BATCH, seed=0, process_count=BATCH + 1)
+@pytest.mark.parametrize(
+    ("batch", "processes", "named"), [(29, 1, "23 .*global_batch=29"), (BATCH, 7, r"global_batch=6\b.*\b7")]
+)
+def test_batch_that_data_or_processes_cannot_have_is_refused_with_both_numbers(batch, processes, named):
+    with pytest.raises(UserError, match=named):
+        Loader(data_schedule(), global_batch=batch, seed=0, process_count=processes)
 
 
 def test_filled_batch_repeats_its_last_example_without_weight():
@@ -116,12 +110,12 @@ def test_filled_batch_repeats_its_last_example_without_weight():
 
 def test_evaluation_keeps_the_order_and_marks_the_filling():
     out = list(eval_batches(encoded(), 5))
-    assert [b["index"].tolist() for b in out[:2]] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert out[-1]["index"].tolist() == [20, 21, 22, 22, 22]
     assert out[-1]["valid"].tolist() == [True, True, True, False, False]
-    assert all(b["valid"].all() for b in out[:-1]) and out[0]["valid"].dtype == np.bool_
     assert out[-1]["source"]["ids"].shape == out[0]["source"]["ids"].shape
     assert np.concatenate([b["index"][b["valid"]] for b in out]).tolist() == list(range(N))
+    limited = eval_batches(encoded(), 5, limit=7)
+    assert np.concatenate([b["index"][b["valid"]] for b in limited]).tolist() == [0, 3, 6, 9, 13, 16, 19]
 
 
 def test_evaluation_of_several_processes_gives_each_its_rows_of_every_batch():
@@ -134,8 +128,3 @@ def test_evaluation_of_several_processes_gives_each_its_rows_of_every_batch():
     assert not parts[2][-1]["valid"].any() and parts[2][-1]["source"]["ids"].shape == parts[0][0]["source"]["ids"].shape
     with pytest.raises(UserError, match=r"eval\.batch=5 does not divide by 3"):
         next(eval_batches(encoded(), 5, share=(0, 3)))
-
-
-def test_evaluation_limit_spreads_over_the_data_set():
-    out = list(eval_batches(encoded(), 5, limit=7))
-    assert np.concatenate([b["index"][b["valid"]] for b in out]).tolist() == [0, 3, 6, 9, 13, 16, 19]
