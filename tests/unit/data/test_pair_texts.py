@@ -44,7 +44,7 @@ def part(*texts):
 def run(tmp_path):
     """Encodes one row in a template; returns the texts of prompt, chosen and rejected, and the counts."""
 
-    def run(template, prompt=(ASK,), chosen=None, rejected=None, form="chat", **row):
+    def run(template, prompt=(ASK,), chosen=None, rejected=None, **row):
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())
         backend = Backend(models.BPE({letter: i for i, letter in enumerate([*letters, "<|im_end|>"])}, []))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -55,7 +55,7 @@ def run(tmp_path):
         row |= {name: [text] if isinstance(text, dict) else text for name, text in texts.items()}
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         found = pairs.read(str(tmp_path / "rows.jsonl"))
-        data = encode(found, tokenizer=tokenizer, template=form, limits=Limits(2000))
+        data = encode(found, tokenizer=tokenizer, template="chat", limits=Limits(2000))
         (pair,) = data.pairs
         return *(tokenizer.decode(ids) for ids in (pair.prompt, pair.chosen, pair.rejected)), data.counts
 
@@ -67,16 +67,13 @@ def run(tmp_path):
     [
         (HEAD + CUT + TAIL, {"chosen": say("<think>south wind</think>sun")}, "chosen.*'content'.*south wind"),
         (PLAIN, {"rejected": say("rain", reasoning_content="no idea")}, "rejected.*'reasoning_content'.*no idea"),
-        (PLAIN, {"rejected": say("rain", thinking="no idea")}, "rejected.*'thinking'.*no idea"),
         (PLAIN, {"chosen": say("", tool_calls=call({"town": "Faro"}))}, "chosen.*'tool_calls'.*'(wind|town|Faro)'"),
-        (PLAIN, {"chosen": say("", tool_calls=[{"id": "7", "tool": "gusts"}])}, "chosen.*'tool_calls'.*'gusts'"),
         (PLAIN, {"chosen": say("", refusal="I will not.")}, "chosen.*'refusal'.*I will not"),
         (PLAIN, {"chosen": say("", function_call={"name": "wind", "arguments": "{}"})}, "'function_call'.*'wind'"),
         (PLAIN, {"tools": TOOLS}, "'tools'.*'(wind|town)'"),
         (PLAIN, {"documents": [{"title": "Faro", "text": "a town"}]}, "'documents'.*'a town'"),
         ("{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}" + TAIL,
          {"prompt": [say("Be kind.", "system"), ASK]}, "prompt, turn 1 .system.*Be kind"),
-        (HEAD + "{% if not loop.first %}{{ m.content }}{% endif %}" + TAIL, {}, "prompt, turn 1 .user.*Weather"),
         (HEAD + "{{ m.content[:5] }}" + TAIL, {"prompt": [say("Hail.", "user")], "rejected": say("no rain")},
          "rejected.*no rain"),
         (PARTS, {"prompt": [{"role": "user", "content": part("Wea", "ther?")}]}, "chosen.*'content'.*sun"),
@@ -102,7 +99,7 @@ def test_arguments_are_found_as_an_object_and_as_text(run, arguments):
     assert "wind" in run(FULL, chosen=say("", tool_calls=call(arguments)))[1]
 
 
-@pytest.mark.parametrize("written", ["m.content | trim", "m.content.split() | join(' ')", "m.content ~ ' '"])
+@pytest.mark.parametrize("written", ["m.content | trim", "m.content ~ ' '"])
 def test_white_space_is_the_templates(run, written):
     assert "blue sky" in run(HEAD + "{{ " + written + " }}" + TAIL, chosen=say("\n\n  blue sky \n"))[1]
 
@@ -115,13 +112,6 @@ def test_reasoning_of_earlier_turns_may_be_left_out_and_is_counted(run):
     assert run(FULL, prompt=earlier)[-1]["past"] == 0
     with pytest.raises(UserError, match="prompt, turn 2 .assistant.*'sun'"):
         run(HEAD + "{{ m.content.split('</think>')[0] }}" + TAIL, prompt=earlier)
-
-
-def test_tag_that_the_prompt_opens_belongs_to_the_reply(run):
-    opened = TAIL.replace("[assistant]", "[assistant]<think>")
-    assert run(HEAD + "{{ m.content }}" + opened, chosen=say("<think>a</think>b"), rejected=say("<think>"))[1] == (
-        "a</think>b"
-    )
 
 
 @pytest.mark.parametrize("template", [PLAIN, PARTS])
@@ -139,8 +129,3 @@ def test_key_that_the_template_does_not_read_is_told_and_one_it_reads_is_not(run
     assert "[user Mara]" in prompt
     told = sorted(record.getMessage().rpartition("/")[2] for record in caplog.records)
     assert told == [f"rows.jsonl: not read by the chat template: '{key}' (1 rows)" for key in ("id", "x")]
-
-
-def test_values_for_a_template_need_one(run):
-    with pytest.raises(UserError, match="rows.jsonl:1: .*'tools'"):
-        run(PLAIN, "Weather?", "sun", "rain", form="plain", tools=TOOLS)
