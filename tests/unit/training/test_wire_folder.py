@@ -40,11 +40,6 @@ HALF = 2.0**-8  # between latents below 4 that were rounded to 16 bits, once fro
 TOLERANCE = 0.01  # nats of an answer token, between a run's fp32 wire and its bf16 or int8 export
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
 def make(root, **changes):
     body = {"kind": "lm", "layers": 1, "source": str(tiny.readers(root)["llama"]), "rate": 0.5}
     changes = {f"encoder__{key}": value for key, value in body.items()} | changes
@@ -137,15 +132,12 @@ def test_smaller_types_keep_the_likelihood_and_are_what_the_format_says(trained,
     assert kinds == {"F32", {"bf16": "BF16", "int8": "I8"}[dtype]}
 
 
-def test_card_and_configuration_say_what_it_is(root, trained, exported):
+def test_folder_holds_the_configuration_the_models_hashes_and_a_card_without_paths(root, trained, exported):
     folder = exported["bf16"]
     assert {path.name for path in folder.iterdir()} == {"config.json", "wire.safetensors", "README.md"}
-    card = ModelCard.load(folder / "README.md")
-    assert (card.data.library_name, card.data.pipeline_tag) == ("latentwire-jax", "question-answering")
-    wire = wire_folder.read(folder)
-    reader = tiny.readers(root)["qwen"]
+    card, wire, reader = ModelCard.load(folder / "README.md"), wire_folder.read(folder), tiny.readers(root)["qwen"]
     (sha256,) = wire.models["llms/qwen"].sha256.values()
-    for told in (sha256, "text | ", "shuffled | ", "run.py --config 'my own.py'", "16 samples", "--config.llms.qwen"):
+    for told in (sha256, "text | ", "shuffled | ", "run.py --config 'my own.py'", "--config.llms.qwen"):
         assert told in card.text, told
     assert str(reader) not in card.text and wire.models["llms/qwen"].source == str(reader)
     assert wire_folder.read_config(folder) == trained[1].recipe.cfg
@@ -177,65 +169,52 @@ GAIN = "adapters/llama/gain"
 DAMAGE = {
     "flipped bit": (flip, r"wire\.safetensors: sha256="),
     "cut": (lambda at: os.truncate(at / "wire.safetensors", 999), r"wire\.safetensors: bytes=999"),
-    "no tensors": (lambda at: (at / "wire.safetensors").unlink(), r"wire\.safetensors: missing"),
-    "no config": (lambda at: (at / "config.json").unlink(), r"config\.json: missing"),
-    "not JSON": (lambda at: (at / "config.json").write_text("{"), r"config\.json: broken JSON"),
+    "no tensors": (lambda at: (at / "wire.safetensors").unlink(), r"wire\.safetensors"),
+    "no config": (lambda at: (at / "config.json").unlink(), r"config\.json"),
     "version": (lambda at: sign(at, version=2), r"config\.json: version=2"),
-    "format": (lambda at: sign(at, format="x"), r"config\.json: format='x'"),
     "field": (lambda at: sign(at, code="import os"), r"config\.json: .*code"),
-    "step": (lambda at: sign(at, step=-1), r"config\.json: step=-1"),
     "models": (lambda at: sign(at, models={}), r"models\.encoder"),
-    "configuration": (lambda at: sign(at, configuration={"seed": 1}), r"config\.json: configuration: "),
-    "pickle": (
-        lambda at: [(at / "wire.safetensors").write_bytes(b"\x80\x04."), sign(at)],
-        r"wire\.safetensors: .*head",
-    ),
-    "missing": (lambda at: change_tensors(at, lambda t: t.pop(GAIN)), f"tensor {GAIN} is .absent"),
-    "extra": (lambda at: change_tensors(at, lambda t: t.update(x=np.ones(2, np.float32))), "tensor x is F32"),
-    "shape": (lambda at: change_tensors(at, lambda t: t.update({GAIN: np.ones(3, np.float32)})), f"{GAIN} is .*3"),
-    "type": (lambda at: change_tensors(at, lambda t: t.update({GAIN: np.ones((), np.int8)})), f"{GAIN} is I8"),
-    "nan": (
-        lambda at: change_tensors(at, lambda t: t.update({GAIN: np.full((), np.nan, np.float32)})),
-        f"{GAIN} .*not finite",
-    ),
+    "pickle": (lambda at: [(at / "wire.safetensors").write_bytes(b"\x80\x04."), sign(at)], r"wire\.safetensors: "),
+    "missing": (lambda at: change_tensors(at, lambda t: t.pop(GAIN)), f"tensor {GAIN}"),
+    "extra": (lambda at: change_tensors(at, lambda t: t.update(x=np.ones(2, np.float32))), "tensor x"),
+    "shape": (lambda at: change_tensors(at, lambda t: t.update({GAIN: np.ones(3, np.float32)})), GAIN),
+    "nan": (lambda at: change_tensors(at, lambda t: t.update({GAIN: np.full((), np.nan, np.float32)})), GAIN),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_refused_by_file_and_reason(exported, damage, tmp_path):
+def test_damage_is_refused_by_file_and_place(exported, damage, tmp_path):
     shutil.copytree(exported["fp32"], tmp_path / "wire")
-    change, words = DAMAGE[damage]
+    change, named = DAMAGE[damage]
     change(tmp_path / "wire")
-    with pytest.raises(UserError, match=words) as caught:
+    with pytest.raises(UserError, match=named):
         lw_jax.load_wire(tmp_path / "wire")
-    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["llms.llama", "llms.qwen", "encoder"])
-def test_another_model_of_the_same_shape_is_refused_by_name_with_the_flag(exported, name, tmp_path):
-    family = "qwen2" if name == "llms.qwen" else "llama"
-    other = {f"{name}.source": str(tiny.write_reader(tmp_path, family, seed=1))}
-    with pytest.raises(UserError, match=rf"sha256 .*--config\.{name}\.source="):
-        lw_jax.load_wire(exported["fp32"], config=other)
-
-
-@pytest.mark.parametrize("name", ["llms.qwen", "encoder"])
-def test_another_tokenizer_beside_the_same_weights_is_refused(root, exported, name, tmp_path):
-    folder = shutil.copytree(root / ("qwen" if name == "llms.qwen" else "llama"), tmp_path / "reader")
+def swap_tokens(folder):
     tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     vocab = tokenizer["model"]["vocab"]
     last, first = sorted(vocab, key=vocab.get)[-2:]
     vocab[last], vocab[first] = vocab[first], vocab[last]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
-    with pytest.raises(UserError, match=rf"a tokenizer of fingerprint .*--config\.{name}\.source="):
+
+
+@pytest.mark.parametrize(
+    ("name", "reader", "change", "rule"),
+    [
+        ("encoder", "llama", lambda at: tiny.write_reader(at, "llama", seed=1), "sha256"),
+        ("llms.qwen", "qwen", lambda at: tiny.write_reader(at, "qwen2", seed=1), "sha256"),
+        ("encoder", "llama", swap_tokens, "tokenizer"),
+        ("llms.qwen", "qwen", swap_tokens, "tokenizer"),
+    ],
+)
+def test_another_model_or_tokenizer_is_refused_by_name_with_the_flag(
+    root, exported, name, reader, change, rule, tmp_path
+):
+    folder = shutil.copytree(root / reader, tmp_path / "reader")
+    change(folder)
+    with pytest.raises(UserError, match=rf"{rule} .*--config\.{name}\.source="):
         lw_jax.load_wire(exported["fp32"], config={f"{name}.source": str(folder)})
-
-
-def test_results_of_a_wire_replace_no_run_s_own(exported, tmp_path, capsys):
-    (tmp_path / "config.json").write_text("{}", "utf-8")
-    assert run.main(["eval", "--workdir", str(exported["fp32"]), "--out", str(tmp_path)]) == 2
-    assert "another run's folder" in capsys.readouterr().err
-    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
 
 
 def test_models_that_stayed_behind_are_asked_for_by_flag(exported, tmp_path):
@@ -263,13 +242,13 @@ def test_readers_that_are_not_named_are_not_needed(exported, trained, tmp_path, 
     assert "llama from latents:" in printed and "qwen" not in printed
 
 
-@pytest.mark.parametrize("given", [{"encoder.slots": "3"}, {"prompt.anchor": "Go:"}, {"seed": "4"}])
-def test_what_the_wire_learned_with_cannot_be_replaced(exported, given):
-    with pytest.raises(UserError, match=rf"differs in {next(iter(given))}"):
-        lw_jax.load_wire(exported["fp32"], config=given)
+@pytest.mark.parametrize(("key", "value"), [("encoder.slots", "3"), ("seed", "4")])
+def test_what_the_wire_learned_with_cannot_be_replaced(exported, key, value):
+    with pytest.raises(UserError, match=key):
+        lw_jax.load_wire(exported["fp32"], config={key: value})
 
 
-def test_verbs_read_it_and_write_nothing_into_it(exported, tmp_path, capsys, monkeypatch):
+def test_verbs_read_it_and_write_nothing_into_it(exported, tmp_path, capsys):
     folder, before = exported["fp32"], contents(exported["fp32"])
     refused = [["report"], ["eval"], ["train", "--config", str(ROOT / "configs/smoke.py")], ["export", "--wire", "x"]]
     refused += [["eval", "--out", str(exported["int8"])], ["plan"], ["bench"], ["generate", "--prompt", "x"]]
@@ -280,12 +259,14 @@ def test_verbs_read_it_and_write_nothing_into_it(exported, tmp_path, capsys, mon
     out = tmp_path / "results"
     flags = ["--config.eval.examples=2", "--config.eval.curve=none", "--config.data.validation_limit=4"]
     out.mkdir()
-    (out / "bytes.csv").touch()
-    (out / "bytes.png").touch()
+    (out / "config.json").write_text("{}", "utf-8")
+    assert run.main(["eval", "--workdir", str(folder), "--out", str(out)]) == 2, "another run's folder"
+    assert [file.name for file in out.iterdir()] == ["config.json"]
+    (out / "config.json").rename(out / "bytes.csv")
     assert run.main(["eval", "--workdir", str(folder), "--out", str(out), *flags]) == 0
     found = json.loads((out / "eval.json").read_text("utf-8"))
     assert (found["step"], found["validation"]) == (2, "cards")
-    assert not list(out.glob("bytes.*")), "of an earlier evaluation with a curve"
+    assert not (out / "bytes.csv").exists(), "of an earlier evaluation with a curve"
     assert contents(folder) == before
 
 
@@ -307,13 +288,11 @@ def test_export_says_where_a_large_wire_has_its_bytes_and_replaces_wires_only(tr
     monkeypatch.setattr("lw_jax.inference.export.MOST_BYTES", 1000)
     for _ in range(2):
         assert tiny.call("export", wire.recipe.cfg, folder, wire=str(tmp_path / "new")) == 0
-        told = capsys.readouterr().out
-        assert "over 0 MB: encoder/body has" in told and "--config.encoder.source=" in told
+    assert "encoder/body" in capsys.readouterr().out
     file = tmp_path / "file"
     file.touch()
-    refused = {tmp_path: "no earlier export", file: "Not a directory", folder: "the run needs this folder"}
-    for taken, said in refused.items():
-        with pytest.raises(UserError, match=said):
+    for taken in (tmp_path, file, folder):
+        with pytest.raises(UserError, match=str(taken)):
             tiny.call("export", wire.recipe.cfg, folder, wire=str(taken))
         assert not (taken / "wire.safetensors").exists()
 
@@ -401,22 +380,17 @@ def test_what_the_hub_refuses_or_has_not_is_one_line(trained, hub, tmp_path, cap
         told = capsys.readouterr().err.splitlines()[-1]
         assert all(word in told for word in words), told
 
-    refuses([*given, "other/wire"], "--push other/wire: ", "403", "don't have the rights", str(tmp_path / "own"))
-    refuses([*given, "owner/wire", "--license", "free"], "Invalid metadata in README.md", "license")
+    refuses([*given, "other/wire"], "--push other/wire: ", "403", str(tmp_path / "own"))
+    refuses([*given, "owner/wire", "--license", "free"], "README.md", "license")
     refuses([*given, "owner/wire", "--license", "Apache 2"], "--license 'Apache 2'")
-    refuses(["export", "--workdir", str(trained[0]), "--peft", "x", "--license", "mit"], "it needs --wire DIR")
     refuses([*given, "a/b/c"], "--push 'a/b/c'")
-    refuses(["show", "--workdir", "owner/model"], "owner/model: the hub's repository has no wire.safetensors")
-    refuses(["show", "--workdir", "owner/model@v9"], "'owner/model@v9'", "404", "Invalid rev id")
+    refuses(["show", "--workdir", "owner/model"], "owner/model", "wire.safetensors")
+    refuses(["show", "--workdir", "owner/model@v9"], "'owner/model@v9'", "404")
     refuses(["show", "--workdir", "owner/model@"], "owner/model@: revision ''")
-    refuses(["show", "--workdir", "owner/nothing"], "the hub does not give it (401", "HF_TOKEN")
-    for path in ("runs/nothing", "tests/nothing"):
-        refuses(["show", "--workdir", path], "no run was started there")
-    cfg = make(tmp_path / "readers", encoder__run="owner/nothing")
-    with pytest.raises(UserError, match="owner/nothing"):
-        join.read_config(cfg)
+    refuses(["show", "--workdir", "owner/nothing"], "401", "HF_TOKEN")
+    refuses(["show", "--workdir", "runs/nothing"], "no run was started there")
     fake_hub.point(monkeypatch, hub.address, tmp_path / "cache", token="")
     refuses([*given, "owner/wire"], "401", "HF_TOKEN")
     fake_hub.point(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")
-    refuses([*given, "owner/wire"], "not reached", "refused", f"{tmp_path / 'own'} is whole")
-    refuses(["show", "--workdir", "owner/nothing"], "ConnectError", "HF_HUB_OFFLINE")
+    refuses([*given, "owner/wire"], "refused", str(tmp_path / "own"))
+    refuses(["show", "--workdir", "owner/nothing"], "HF_HUB_OFFLINE")
