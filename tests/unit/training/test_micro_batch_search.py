@@ -77,36 +77,15 @@ def test_whole_share_that_fits_is_tried_alone():
     assert (found.micro_batch, tried) == (8, [8])
 
 
-def test_needs_of_the_smallest_come_back_where_nothing_fits():
-    found = micro_batch_search.search([1, 3, 9], lambda size: needs(100 + size, size), 100)
-    assert (found.micro_batch, found.peak) == (1, 101)
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes.",
-        "INTERNAL: Failed to allocate: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
-    ],
-)
-def test_errors_of_memory_become_out_of_memory(message):
-    with (
-        pytest.raises(out_of_memory.OutOfMemory, match=message.split(":")[0]) as caught,
-        out_of_memory.detect(),
-    ):
-        raise jax.errors.JaxRuntimeError(message + "\n" + "details " * 200)
+@pytest.mark.parametrize("word", ["RESOURCE_EXHAUSTED: Out of memory", "INTERNAL: CUDA_ERROR_OUT_OF_MEMORY"])
+def test_errors_of_memory_become_out_of_memory_in_a_line(word):
+    with pytest.raises(out_of_memory.OutOfMemory, match=word.split(":")[0]) as caught, out_of_memory.detect():
+        raise jax.errors.JaxRuntimeError(word + "\n" + "details " * 200)
     assert len(str(caught.value)) <= 300 and "\n" not in str(caught.value)
-    assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        jax.errors.JaxRuntimeError("INTERNAL: NCCL operation failed"),
-        jax.errors.JaxRuntimeError("INVALID_ARGUMENT: memory space mismatch"),
-        MemoryError("RESOURCE_EXHAUSTED"),
-        ValueError("out of memory"),
-    ],
+    "error", [jax.errors.JaxRuntimeError("INTERNAL: NCCL operation failed"), ValueError("out of memory")]
 )
 def test_other_errors_pass_as_they_are(error):
     with pytest.raises(type(error)) as caught, out_of_memory.detect():
@@ -181,18 +160,6 @@ def test_bytes_that_stay_on_a_device_are_those_counted_by_hand(name, root):
     assert found.micro_batch == rows
 
 
-def test_split_counts_each_device_by_what_lies_there(root):
-    program = make_program(root, devices=2, strategy="split")
-    found = memory.measure(program, program.recipe.batch_widths(), 2, compile=weightless)
-    adapter = sum(
-        4 * math.prod(leaf.shape) for leaf in jax.tree.leaves(program.state()["trainable"]["adapters"]["qwen"])
-    )
-    second = WHOLE["qwen"] + adapter + 8 * READER
-    first = found.weights + found.trainable + found.optimizer + found.batch
-    assert found.by_mesh == (first, second)
-    assert found.peak == first
-
-
 @pytest.fixture(scope="module")
 def measured(root):
     """StepMemory of every legal micro-batch of a global batch of 6, on one device."""
@@ -218,14 +185,9 @@ def test_largest_micro_batch_is_within_the_limit_and_the_next_is_not(index, root
     program = make_program(root, train__global_batch=6, mesh__memory_gb=limit / 0.8 / 1e9)
     room = memory_limit.local(program.cfg)
     assert room is not None and abs(room.usable - limit) <= 2
-    known = {found.accumulation: found for found in measured}
     found = micro_batch_search.largest_micro_batch(program, program.recipe.batch_widths(), room)
-    assert found == known[6 // found.micro_batch]
-    assert found.micro_batch == measured[index].micro_batch
-    assert found.peak <= room.usable < above
-    line = micro_batch_search.describe(found, room)
-    assert "\n" not in line and line.startswith(f"micro-batch: {found.micro_batch} per device")
-    assert f"{found.peak / room.memory:.0%} of {memory.bytes_of(room.memory)} (target 80%)" in line
+    assert found == measured[index] and found.peak <= room.usable < above
+    assert micro_batch_search.describe(found, room).startswith(f"micro-batch: {found.micro_batch} per device")
 
 
 def test_memory_is_what_the_first_process_s_compiler_says(root, measure, second):
@@ -256,21 +218,16 @@ def test_step_that_the_compiler_finds_too_large_does_not_fit(root, measured):
 
 
 def test_nothing_fits_is_refused_with_sizes_and_remedies(root, measured):
-    room = MemoryLimit(measured[0].weights, 0.8)
-    program = make_program(root, train__global_batch=6)
-    told = micro_batch_search.refusal(program, measured[0], room)
-    assert f"one example per device needs {memory.bytes_of(measured[0].peak)}" in told
-    assert f"the target is {memory.bytes_of(room.usable)} = 80% of {memory.bytes_of(room.memory)}" in told
-    for remedy in ("compute.remat=full", "mesh.placement=tensor", "weights=bf16", "name fewer or smaller readers"):
-        assert remedy in told
+    room, remedies = (
+        MemoryLimit(measured[0].weights, 0.8),
+        ("compute.remat=full", "mesh.placement=tensor", "weights=bf16"),
+    )
+    told = micro_batch_search.refusal(make_program(root, train__global_batch=6), measured[0], room)
+    for word in (memory.bytes_of(measured[0].peak), memory.bytes_of(room.usable), *remedies):
+        assert word in told
     thrifty = make_program(root, compute__remat="full", llms__llama__weights="bf16", llms__qwen__weights="bf16")
     told = micro_batch_search.refusal(thrifty, dataclasses.replace(measured[0], weights=0), MemoryLimit(10**6, 0.8))
-    assert "remat" not in told and "bf16" not in told and "placement" not in told
-
-
-def test_bytes_are_told_in_decimal_units():
-    assert memory.bytes_of(31_690_000_000) == "31.7 GB"
-    assert memory.bytes_of(2_500_000) == "2.5 MB"
+    assert not any(remedy in told for remedy in remedies), "of what is done already"
 
 
 class Watch:
@@ -300,21 +257,20 @@ class Watch:
         return sum({data.unsafe_buffer_pointer(): data.nbytes for data in shards}.values())
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_peak_of_readers_apart_is_what_is_alive_while_they_run(accumulation, root):
+def test_peak_of_readers_apart_is_what_is_alive_while_they_run(root):
     # Adapters of 12 MB, so that gradients kept between micro-batches would be missed.
     program = make_program(root, devices=2, strategy="split", train__global_batch=6, adapter__hidden=20_011)
     recipe, step = program.recipe, program.step
     encoded = recipe.data("train")
     widths = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), encoded.collate(range(6)))
-    found = memory.measure(program, widths, accumulation)
+    found = memory.measure(program, widths, 3)
     for index, device in enumerate(jax.devices()[:2]):
         watch = Watch(found.programs, device)
         built = recipe.build()
         zero = place.replicate(jnp.int32(0), program.placement.learner)
         state = {"trainable": built.trainable, "opt_state": program.optimizer.init(built.trainable), "step": zero}
         batch = place.put_parts(
-            encoded.collate(range(6)), program.placement, functools.partial(place.put_batch, accumulation=accumulation)
+            encoded.collate(range(6)), program.placement, functools.partial(place.put_batch, accumulation=3)
         )
         with pytest.MonkeyPatch.context() as patch:
             for name in ("share", "branch", "pull", "update"):
