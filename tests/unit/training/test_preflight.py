@@ -30,77 +30,78 @@ def texts(cfg):
     return [str(one) for one in planner.inspect(cfg)]
 
 
-def test_sound_configuration_has_no_finding_but_that_its_rows_are_elsewhere():
-    assert texts(load("configs/h100x4.py")) == []
-    (only,) = texts(load("configs/dpo/vicuna.py"))
-    assert only.startswith("warning: rows not checked: pairs.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("model", "warmup", "steps", "every", "void"),
-    [
-        ("tinyllama", 50, 60, 200, False),
-        ("stablelm", 50, 53, 250, False),
-        ("phi3", 75, 120, 300, False),
-        ("vicuna", 100, 60, 500, True),
-        ("llama3", 100, 60, 500, True),
-    ],
-)
-def test_each_of_the_seed_s_configurations_is_caught(model, warmup, steps, every, void):
-    found = texts(load(f"configs/dpo/{model}.py:seed"))
-    (first,) = [line for line in found if f"optim.warmup_steps={warmup}" in line and f"{steps} steps" in line]
-    assert first.startswith("error" if void else "warning")
-    assert [line.startswith("error") for line in found] == sorted(
-        (line.startswith("error") for line in found), reverse=True
-    )
-    assert any("dpo.max_prompt=512" in line and line.startswith("error") for line in found) == (model == "tinyllama")
-    for key in ("eval_every", "checkpoint_every"):
-        assert any(line.startswith(f"warning: train.{key}={every} is beyond the run's {steps} steps") for line in found)
-    slow = model in ("vicuna", "llama3")
-    assert slow == any("optim.learning_rate=" in line for line in found)
-
-
-def test_a_step_that_is_validated_is_saved_too():
-    train = load("configs/smoke.py").train
-    assert (train.steps, train.eval_every, train.checkpoint_every) == (150, 50, 200)
-    for changes, interval in (({}, 50), ({"eval_every": 0}, 150), ({"checkpoint_every": 20}, 20)):
-        assert preflight.save_interval(dataclasses.replace(train, **changes)) == interval
-    assert not [line for line in texts(load("configs/smoke.py")) if "checkpoint_every" in line]
-    (line,) = [one for one in texts(load("configs/smoke.py", train__eval_every=0)) if "checkpoint_every" in one]
-    assert line.startswith("warning: train.checkpoint_every=200 is beyond the run's 150 steps: a run that is killed")
-
-
-def test_a_validation_at_the_alarm_s_step_is_one_before_the_end():
-    late = {"train__steps": 700, "train__eval_every": 900}
-    assert not [line for line in texts(load("configs/smoke.py", **late)) if "eval_every" in line]
-    (line,) = [one for one in texts(load("configs/smoke.py", train__alarm_step=0, **late)) if "eval_every" in one]
-    assert "at the end only" in line
-
-
 def test_errors_stop_a_run_and_warnings_do_not():
+    assert texts(load("configs/h100x4.py")) == []
     warning, error = Finding("warning", "slow"), Finding("error", "void")
     preflight.refuse([warning])
     with pytest.raises(UserError, match="^void$"):
         preflight.refuse([error, warning])
 
 
-def test_warmup_is_measured_by_stage():
-    cfg = load("configs/squad.py", optim__warmup_steps=700)  # the first stage has 600 of 12,000 steps
-    (only,) = texts(cfg)
-    assert only.startswith("error: optim.warmup_steps=700 is longer than stage align's 600 steps")
+SMOKE, TTT = "configs/smoke.py", "configs/ttt/ttt_smoke.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "found"),
+    [
+        ("configs/dpo/vicuna.py", {}, "warning: rows not checked: pairs.jsonl"),
+        # the first stage has 600 of 12,000 steps
+        ("configs/squad.py", {"optim__warmup_steps": 700}, "error: optim.warmup_steps=700"),
+        (SMOKE, {"train__eval_every": 0}, "warning: train.checkpoint_every=200"),
+        # a validation at the alarm's step is one before the end
+        (SMOKE, {"train__steps": 700, "train__eval_every": 900}, ""),
+        (
+            SMOKE,
+            {"train__steps": 700, "train__eval_every": 900, "train__alarm_step": 0},
+            "warning: train.eval_every=900",
+        ),
+        (SMOKE, {"train__alarm_step": 0}, "warning: train.alarm_step=0"),
+        (SMOKE, {"train__steps": 40}, "warning: train.alarm_step=500"),
+        (SMOKE, {"train__steps": 40, "train__alarm_step": 40}, ""),
+        (TTT, {"train__alarm_step": 10}, "warning: train.alarm_step=10"),
+        (TTT, {}, ""),
+    ],
+)
+def test_setting_that_spoils_a_run_is_named(name, changes, found):
+    key = found.partition("=")[0] or "alarm"
+    assert [line.startswith(found) for line in texts(load(name, **changes)) if key in line] == [True] * bool(found)
+
+
+@pytest.mark.parametrize(
+    ("model", "warmup", "steps", "void"),
+    [("tinyllama", 50, 60, False), ("stablelm", 50, 53, False), ("phi3", 75, 120, False), ("vicuna", 100, 60, True)],
+)
+def test_each_of_the_seed_s_configurations_is_caught(model, warmup, steps, void):
+    found = texts(load(f"configs/dpo/{model}.py:seed"))
+    (first,) = [line for line in found if f"optim.warmup_steps={warmup}" in line and f"{steps} steps" in line]
+    assert first.startswith("error" if void else "warning")
+    errors = [line.startswith("error") for line in found]
+    assert errors == sorted(errors, reverse=True)
+    assert any("dpo.max_prompt=512" in line and line.startswith("error") for line in found) == (model == "tinyllama")
+    for key in ("eval_every", "checkpoint_every"):
+        assert any(line.startswith(f"warning: train.{key}=") for line in found)
+    assert any("optim.learning_rate=" in line for line in found) == (model == "vicuna")
+
+
+def test_a_step_that_is_validated_is_saved_too():
+    train = load(SMOKE).train
+    assert (train.steps, train.eval_every, train.checkpoint_every) == (150, 50, 200)
+    for changes, interval in (({}, 50), ({"eval_every": 0}, 150), ({"checkpoint_every": 20}, 20)):
+        assert preflight.save_interval(dataclasses.replace(train, **changes)) == interval
+    for name, step in (("embeddings", 150), ("default", 30), ("squad", 2000)):
+        assert preflight.alarm_step(load(f"configs/{name}.py").train) == step
 
 
 def test_lengths_beyond_a_model_s_positions_are_told():
     (error,) = [line for line in texts(load("configs/dpo/tinyllama.py", dpo__max_length=2049)) if "positions" in line]
-    assert error.startswith("error: dpo.max_length=2049: the model was trained on 2,048 positions")
+    assert error.startswith("error: dpo.max_length=2049: ")
     asked = {"data__context_tokens": 9000, "data__answer_tokens": 500}
-    found = [line for line in texts(load("configs/squad.py", **asked)) if "positions" in line]
-    assert [line.startswith("warning: reader 'llama': ") for line in found] == [True], found
-    assert "data.context_tokens and data.answer_tokens allow 9,500 positions, it was trained on 8,192" in found[0]
+    (found,) = [line for line in texts(load("configs/squad.py", **asked)) if "positions" in line]
+    assert found.startswith("warning: reader 'llama': ") and "data.context_tokens and data.answer_tokens" in found
     untaught = texts(load("configs/squad.py", **asked, loss__kl=0.0))
     assert not any("positions" in line for line in untaught), "no step reads the text"
     wide = texts(load("configs/squad.py", **asked, loss__kl=0.0, data__question_tokens=8000))
-    assert sum("data.question_tokens and data.answer_tokens allow 8,5" in line for line in wide) == 1, wide
+    assert sum("data.question_tokens and data.answer_tokens" in line for line in wide) == 1, wide
 
 
 @pytest.mark.parametrize("apart", [0, 3, 9])
@@ -122,35 +123,21 @@ def test_held_out_texts_that_are_trained_on_are_reported(tmp_path, root, apart):
     assert found.startswith(f"warning: of 9 texts of config.data.validation are also {both}")
 
 
-@pytest.mark.parametrize(("words", "void"), [(400, True), (3, False)])
-def test_prompts_that_fill_the_length_are_counted_where_the_rows_are_here(tmp_path, words, void):
+@pytest.mark.parametrize(("words", "key"), [(400, "dpo.max_length=128"), (3, "dpo.max_prompt=9"), (3, "")])
+def test_prompts_that_fill_the_length_are_counted_where_the_rows_are_here(tmp_path, words, key):
     tiny.write_reader(tmp_path / "model", "llama")
     long = "The home of Lena is in Dallas. " * words
     rows = [
         {"prompt": f"{i}: {long if i % 4 else ''}Where?", "chosen": "Dallas", "rejected": "Havana"} for i in range(60)
     ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cfg = load("configs/dpo/tinyllama.py", data__train=str(tmp_path / "pairs.jsonl"), dpo__max_length=128)
+    limits = {"dpo__max_prompt": 9} if "max_prompt" in key else {}
+    cfg = load("configs/dpo/tinyllama.py", data__train=str(tmp_path / "pairs.jsonl"), dpo__max_length=128, **limits)
     llm = dataclasses.replace(cfg.llms["policy"], source=str(tmp_path / "model"), template="plain", weights="fp32")
     found = texts(dataclasses.replace(cfg, llms={"policy": llm}))
     dropped = [line for line in found if "training pairs are dropped" in line]
-    assert bool(dropped) == void
-    if void:
-        assert dropped[0].startswith("error: 4") and "dpo.max_length=128" in dropped[0] and found[0] == dropped[0]
+    assert [key in line and line.startswith("error: ") for line in dropped] == [True] * bool(key)
     assert any("train.steps=" in line for line in found), "200 steps of 16 read 54 pairs often"
-    asked = dataclasses.replace(cfg, llms={"policy": llm}, dpo=dataclasses.replace(cfg.dpo, max_prompt=9))
-    if not void:
-        (dropped,) = [line for line in texts(asked) if "training pairs are dropped" in line]
-        assert "raise dpo.max_prompt=9" in dropped and "dpo.max_length" not in dropped
-    elsewhere = dataclasses.replace(asked, data=dataclasses.replace(cfg.data, validation="/scratch/held.jsonl"))
-    assert any("rows not checked: " in line and "/scratch/held.jsonl" in line for line in texts(elsewhere))
-
-
-@pytest.mark.parametrize(("name", "step"), [("embeddings", 150), ("default", 30), ("smoke", 150), ("squad", 2000)])
-def test_alarm_is_armed_in_runs_shorter_than_its_default_step_too(name, step):
-    cfg = load(f"configs/{name}.py")
-    assert preflight.alarm_step(cfg.train) == step
-    assert not any("alarm" in line for line in texts(cfg))
 
 
 def test_each_source_that_is_not_here_is_told(tmp_path):
@@ -160,14 +147,3 @@ def test_each_source_that_is_not_here_is_told(tmp_path):
     cfg = load("configs/smoke.py", data__train=named, data__validation=f"{tmp_path}/saved:test")
     (told,) = preflight.missing_data(cfg)
     assert told.text.startswith(f"data.train='{tmp_path}/gone.jsonl': no such file or folder")
-
-
-def test_alarm_that_cannot_fire_is_told():
-    (off,) = [line for line in texts(load("configs/smoke.py", train__alarm_step=0)) if "alarm" in line]
-    assert off.startswith("warning: train.alarm_step=0")
-    (short,) = [line for line in texts(load("configs/smoke.py", train__steps=40)) if "alarm" in line]
-    assert short.startswith("warning: train.alarm_step=500") and "40 steps" in short and "cannot fire" in short
-    assert not any("alarm" in line for line in texts(load("configs/smoke.py", train__steps=40, train__alarm_step=40)))
-    (dead,) = [line for line in texts(load("configs/ttt/ttt_smoke.py", train__alarm_step=10)) if "alarm" in line]
-    assert dead.startswith("warning: train.alarm_step=10") and "cannot fire" in dead
-    assert not any("alarm" in line for line in texts(load("configs/ttt/ttt_smoke.py")))
