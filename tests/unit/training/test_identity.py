@@ -21,21 +21,19 @@ ROWS = question_cards.make(24, facts=2, seed=7, split="train")
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-def write_examples(file: Path, *, edit: bool = False) -> str:
+def write_examples(file: Path, *, edit: bool) -> None:
     """Rows of one size, whatever is edited."""
     rows = [{"context": one.context, "question": one.question, "answers": one.answers} for one in ROWS]
     if edit:
         rows[5]["context"] = rows[5]["context"].replace(" ", "-", 1)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return str(file)
 
 
-def write_pairs(file: Path, *, edit: bool = False) -> str:
+def write_pairs(file: Path, *, edit: bool) -> None:
     rows = [{"prompt": f"{one.context} ", "chosen": one.answers[0], "rejected": f"{one.answers[0]} no"} for one in ROWS]
     if edit:
         rows[5]["chosen"] = rows[5]["chosen"][::-1]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return str(file)
 
 
 class Kinds:
@@ -43,15 +41,13 @@ class Kinds:
 
     def __init__(self, root: Path, folder: Path):
         self.root, self.folder = root, folder
-        tiny.write_reader(folder / "model", "llama", head_dim=16, width=64, ffn=128)
 
-    def write(self, kind: str, name: str, *, edit: bool = False) -> str:
-        write = write_pairs if kind == "dpo" else write_examples
+    def write(self, kind: str, name: str, *, edit: bool = False) -> None:
         if kind == "ttt":
-            file = self.folder / f"{name}.txt"
-            file.write_text(" ".join(one.context for one in ROWS) + ("!" if edit else "."), "utf-8")
-            return str(file)
-        return write(self.folder / f"{name}.jsonl", edit=edit)
+            text = " ".join(one.context for one in ROWS) + ("!" if edit else ".")
+            (self.folder / f"{name}.txt").write_text(text, "utf-8")
+        else:
+            (write_pairs if kind == "dpo" else write_examples)(self.folder / f"{name}.jsonl", edit=edit)
 
     def make(self, kind: str):
         ending = "txt" if kind == "ttt" else "jsonl"
@@ -60,19 +56,17 @@ class Kinds:
                 self.write(kind, name, edit=name == "validation")
         data = {f"data__{name}": str(self.folder / f"{name}.{ending}") for name in ("train", "validation")}
         if kind == "dpo":
+            if not (self.folder / "model").exists():
+                tiny.write_reader(self.folder / "model", "llama", head_dim=16, width=64, ffn=128)
             return test_dpo.make(self.folder, train__global_batch=4, **data)
         if kind == "ttt":
             return tiny.make_ttt(self.root, **data)
-        stages = {"stages__pretrain__share": 0.5, "stages__pretrain__lengths": (16,)} if kind == "passages" else {}
         if kind == "passages":
-            stages["data__passages"] = self._passages()
-        return tiny.make_recipe(self.root, data__validation_limit=0, **data, **stages)
-
-    def _passages(self) -> str:
-        file = self.folder / "passages.txt"
-        if not file.exists():
-            file.write_text("\n\n".join(one.context for one in ROWS), "utf-8")
-        return str(file)
+            file = self.folder / "passages.txt"
+            if not file.exists():
+                file.write_text("\n\n".join(one.context for one in ROWS), "utf-8")
+            data |= {"stages__pretrain__share": 0.5, "stages__pretrain__lengths": (16,), "data__passages": str(file)}
+        return tiny.make_recipe(self.root, data__validation_limit=0, **data)
 
 
 @pytest.fixture
@@ -90,27 +84,30 @@ def save(folder: Path, identity: dict[str, str], trainable=None, step: int = 3) 
         checkpointer.save(step, state, data={}, wait=True)
 
 
-@pytest.mark.parametrize("kind", ["latentwire", "passages", "dpo", "ttt"])
-def test_file_edited_in_place_is_refused_by_name_where_a_run_is_resumed(kinds, tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("latentwire", "train"),
+        ("latentwire", "validation"),
+        ("passages", "passages"),
+        ("dpo", "train"),
+        ("ttt", "train"),
+    ],
+)
+def test_file_edited_in_place_is_refused_by_name_where_a_run_is_resumed(kinds, tmp_path, kind, name):
     first = kinds.make(kind)
     identity = recipes.identity(first, first.cfg)
     save(tmp_path / "saved", identity)
     open_folder(tmp_path / "saved", recipes.identity(kinds.make(kind), first.cfg)).close()
-    if kind == "passages":
+    if name == "passages":
         file = tmp_path / "passages.txt"
         file.write_text(file.read_text("utf-8").replace("a", "o", 3), "utf-8")
-        changes = ["train"]
     else:
-        changes = ["train", "validation"]
-    for name in changes:
-        if kind != "passages":
-            kinds.write(kind, name, edit=name == "train")
-        changed = recipes.identity(kinds.make(kind), first.cfg)
-        assert [key for key in identity if identity[key] != changed.get(key)] == [name]
-        with pytest.raises(UserError, match=rf"checkpoint 3 .*{name}="):
-            open_folder(tmp_path / "saved", changed)
-        if kind != "passages":
-            kinds.write(kind, name, edit=name == "validation")
+        kinds.write(kind, name, edit=name == "train")
+    changed, key = recipes.identity(kinds.make(kind), first.cfg), "train" if name == "passages" else name
+    assert [each for each in identity if identity[each] != changed.get(each)] == [key]
+    with pytest.raises(UserError, match=rf"checkpoint 3 .*{key}="):
+        open_folder(tmp_path / "saved", changed)
 
 
 def test_same_rows_elsewhere_and_made_cards_have_the_same_content(kinds, root, tmp_path):
