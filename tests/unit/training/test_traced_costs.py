@@ -36,8 +36,7 @@ def loss(x, params, remat: str):
 
 
 @pytest.mark.optimized  # whether something is computed twice is what the optimizations decide
-@pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("argnums", [0, (0, 1)])
+@pytest.mark.parametrize(("remat", "argnums"), [("none", 0), ("full", (0, 1))])
 def test_flops_and_loops_of_a_backward_pass_are_those_compiled(remat, argnums):
     params = decoder.abstract(CFG, jnp.float32)
     x = jax.ShapeDtypeStruct((ROWS, POSITIONS, CFG.width), jnp.float32)
