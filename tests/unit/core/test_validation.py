@@ -9,13 +9,12 @@ from lw_jax.core.config_keys import check
 from lw_jax.core.errors import UserError
 
 
-def _build(changes: dict[str, Any]) -> config.Config:
+def _values() -> Any:
     values = base.get_config()
     values.llms.llama = base.llm("folder/llama")
     values.llms.qwen = base.llm("selfmade:qwen")
     values.encoder.source = "folder/encoder"
-    values.update_from_flattened_dict(changes)
-    return config.build(values)
+    return values
 
 
 GOOD = [
@@ -94,12 +93,15 @@ BAD = [
 
 @pytest.mark.parametrize("changes", GOOD, ids=str)
 def test_possible_configuration_passes(changes: dict[str, Any]) -> None:
-    validation.validate(_build(changes))
+    values = _values()
+    values.update_from_flattened_dict(changes)
+    validation.validate(config.build(values))
 
 
-def _refuse(cfg: config.Config, key: str, value: object) -> None:
+def _refuse(values: Any, changes: dict[str, Any], key: str, value: object) -> None:
     with pytest.raises(UserError) as caught:
-        validation.validate(cfg)
+        values.update_from_flattened_dict(changes)
+        validation.validate(config.build(values))
     message = str(caught.value)
     assert message.startswith(f"config.{key} = ")
     assert any(str(part)[:40] in message for part in (value if isinstance(value, tuple) and value else [value]))
@@ -107,16 +109,15 @@ def _refuse(cfg: config.Config, key: str, value: object) -> None:
 
 @pytest.mark.parametrize(("key", "value", "others"), BAD, ids=str)
 def test_impossible_configuration_is_refused_by_key_and_value(key: str, value: Any, others: dict[str, Any]) -> None:
-    _refuse(_build(others if key == "llms" else {key: value} | others), key, value)
+    _refuse(_values(), others if key == "llms" else {key: value} | others, key, value)
 
 
 @pytest.mark.parametrize("name", ["", "Llama 3"])
 def test_no_reader_and_one_whose_name_cannot_be_a_path_are_refused(name: str) -> None:
     values = base.get_config()
-    values.encoder.source = "folder/encoder"
     if name:
         values.llms[name] = base.llm("folder/llama")
-    _refuse(config.build(values), "llms", name)
+    _refuse(values, {"encoder.source": "folder/encoder"}, "llms", name)
 
 
 def test_every_declared_choice_and_default_agree() -> None:
@@ -169,17 +170,13 @@ BAD_TEXT = [
 ]
 
 
-def _build_text(changes: dict[str, Any]) -> config.Config:
-    values = base.get_config("ttt")
-    values.update_from_flattened_dict(TEXT | changes)
-    return config.build(values)
-
-
 @pytest.mark.parametrize("changes", GOOD_TEXT, ids=str)
 def test_possible_language_model_passes(changes: dict[str, Any]) -> None:
-    validation.validate(_build_text(changes))
+    values = base.get_config("ttt")
+    values.update_from_flattened_dict(TEXT | changes)
+    validation.validate(config.build(values))
 
 
 @pytest.mark.parametrize(("key", "value", "others"), BAD_TEXT, ids=str)
 def test_impossible_language_model_is_refused_by_key_and_value(key: str, value: Any, others: dict[str, Any]) -> None:
-    _refuse(_build_text({key: value} | others), key, value)
+    _refuse(base.get_config("ttt"), TEXT | {key: value} | others, key, value)
