@@ -1,17 +1,11 @@
 """lw_jax/core/processes.py, peers.py: a dead process is noticed at once, a wait obeys signals; the first decides."""
 
 import contextlib
-import ctypes
 import dataclasses
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import jax
 import pytest
@@ -77,29 +71,6 @@ def three(monkeypatch) -> list[tuple[Watch, Ended]]:
     return found
 
 
-def test_wait_tells_how_many_of_how_many_and_where_and_ends_in_time():
-    first, second, _ = steps(3)
-    waiting, failed = [Watch(step.rank, 3, end=Ended()) for step in (first, second)], []
-
-    def meet(watch: Watch, step: Step) -> None:
-        with pytest.raises(UserError, match=step.address) as caught:
-            watch.meet(step, 2 + step.rank)
-        failed.append(caught)
-
-    threads = [
-        threading.Thread(target=meet, args=(watch, step)) for watch, step in zip(waiting, (first, second), strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    until, told = time.monotonic() + 2, f"2 of 3 processes are at {first.address}"
-    while waiting[1].waits_for != told and time.monotonic() < until:
-        time.sleep(0.01)
-    assert waiting[0].waits_for == waiting[1].waits_for == told
-    for thread in threads:
-        thread.join(30)
-    assert len(failed) == 2
-
-
 def test_stranger_at_the_port_is_no_process():
     first, second = steps(2)
     watch = Watch(0, 2, end=Ended())
@@ -111,37 +82,6 @@ def test_stranger_at_the_port_is_no_process():
     Watch(1, 2, end=Ended()).meet(second, 30)
     meeting.join(30)
     assert sorted(watch._links) == [1]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_a_wait_inside_a_library(number, monkeypatch, capfd):
-    """A mutex that is locked twice stands for C++: no signal ends it, and no handler of Python's runs meanwhile."""
-
-    class End(BaseException):
-        pass
-
-    def end(*told: object) -> None:
-        raise End(*told)
-
-    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
-    libc.pthread_mutex_lock(mutex)
-    monkeypatch.setattr(processes.peers, "end", end)
-    monkeypatch.setattr(process_start.os, "_exit", lambda code: end("", code))
-    monkeypatch.setattr(processes, "SILENT", 0.05)
-    begun = time.monotonic()
-    signalling = threading.Timer(0.3, os.kill, (os.getpid(), number))
-    unlocking = threading.Timer(8, libc.pthread_mutex_unlock, (mutex,))
-    try:
-        with process_start.at_once(), pytest.raises(End) as caught:
-            signalling.start()
-            unlocking.start()
-            processes.interruptible(lambda: libc.pthread_mutex_lock(mutex), waiting=lambda: "waits for 1 of 2")
-        assert time.monotonic() - begun < 5
-    finally:
-        unlocking.cancel()
-        libc.pthread_mutex_unlock(mutex)
-    assert caught.value.args == ("", 130 if number == signal.SIGINT else process_start.REQUEUE)
-    assert "waits for 1 of 2" in capfd.readouterr().err
 
 
 def die(watch: Watch) -> None:
@@ -179,22 +119,6 @@ def test_error_of_one_ends_the_others_with_its_code_after_a_grace(three):
         assert three[rank][1].event.wait(10)
         ((told, code),) = three[rank][1].said
         assert code == 2 and told.startswith("process 1 of 3 has ended with code 2")
-
-
-ABORTED = """
-import ctypes, threading
-from lw_jax.core import peers, process_start
-peers.delay_abort()
-threading.Timer(0.3, peers.end, ["process 0 of 2 is gone", process_start.REQUEUE]).start()
-ctypes.CDLL(None).abort()
-"""
-
-
-def test_abort_in_a_library_waits_for_the_reason():
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[3])}
-    found = subprocess.run([sys.executable, "-c", ABORTED], capture_output=True, text=True, env=environment, timeout=60)
-    assert found.returncode == process_start.REQUEUE, found.stderr
-    assert found.stderr.endswith("process 0 of 2 is gone\n")
 
 
 def test_what_the_first_process_finds_holds_for_all(monkeypatch):
