@@ -124,14 +124,6 @@ def test_terminal_is_refreshed_in_place_and_lines_stand_above(terminal, capsys):
     assert capsys.readouterr().err == "warning\n", "errors go where standard error goes"
 
 
-def test_cursor_comes_back_after_an_error(terminal):
-    with pytest.raises(KeyboardInterrupt), terminal, Live(60) as live:
-        live.update(1, FIELDS, 9.0)
-        raise KeyboardInterrupt
-    raw = terminal.sent
-    assert raw.rindex("\x1b[?25h") > raw.rindex("\x1b[?25l")
-
-
 def test_terminal_without_a_movable_cursor_gets_plain_lines(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     with terminal, Live(60) as live:
@@ -165,16 +157,6 @@ def test_innermost_phase_tells_and_one_that_failed_is_over(hurried, capsys):
         time.sleep(0.05)
     assert "outer" not in inner and "inner: 0 of 2" in inner
     assert set(capsys.readouterr().err.splitlines()) == {"outer: 0s"}
-
-
-def test_phase_on_a_terminal_is_a_bar_that_is_wiped(terminal, hurried):
-    with terminal, contextlib.redirect_stderr(terminal.stream):
-        with live_module.phase("reading texts", 4) as done:
-            done.advance()
-            time.sleep(0.6)
-            print("a line")
-    assert "reading texts: 1 of 4" in terminal.sent
-    assert [line for line in draw(terminal.sent) if line] == ["a line"]
 
 
 def test_phase_within_a_run_is_a_second_bar_of_its_view(terminal, hurried):
