@@ -14,7 +14,6 @@ ROOT = Path(run.__file__).parent
 @pytest.mark.parametrize(
     ("message", "told"),
     [
-        ("a.json: 'x\n  y': mend it", "a.json: 'x y': mend it"),
         ("one\u2028two\r\nthree", "one two three"),
         ("red \x1b[31mtext\x00", r"red \x1b[31mtext\x00"),
         ("half a pair \ud800", r"half a pair \ud800"),
