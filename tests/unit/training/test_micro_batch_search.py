@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lw_jax.core.errors import UserError
 from lw_jax.data.data_schedule import example_shapes
 from lw_jax.training import memory, memory_limit, micro_batch_search, out_of_memory, trainer
 from lw_jax.training.memory import StepMemory
@@ -69,12 +68,6 @@ def test_search_finds_what_trying_every_size_finds_in_few_tries(shape):
             len(tried) == len(set(tried)) <= micro_batch_search.LINE_TRIALS + 1 + math.ceil(math.log2(len(legal) + 1))
         )
         assert shape != "affine" or len(tried) <= 5
-
-
-def test_whole_share_that_fits_is_tried_alone():
-    tried = []
-    found = micro_batch_search.search([1, 2, 4, 8], lambda size: tried.append(size) or needs(10 * size, size), 80)
-    assert (found.micro_batch, tried) == (8, [8])
 
 
 @pytest.mark.parametrize("word", ["RESOURCE_EXHAUSTED: Out of memory", "INTERNAL: CUDA_ERROR_OUT_OF_MEMORY"])
@@ -217,19 +210,6 @@ def test_step_that_the_compiler_finds_too_large_does_not_fit(root, measured):
     assert len(asked) > 1
 
 
-def test_nothing_fits_is_refused_with_sizes_and_remedies(root, measured):
-    room, remedies = (
-        MemoryLimit(measured[0].weights, 0.8),
-        ("compute.remat=full", "mesh.placement=tensor", "weights=bf16"),
-    )
-    told = micro_batch_search.refusal(make_program(root, train__global_batch=6), measured[0], room)
-    for word in (memory.bytes_of(measured[0].peak), memory.bytes_of(room.usable), *remedies):
-        assert word in told
-    thrifty = make_program(root, compute__remat="full", llms__llama__weights="bf16", llms__qwen__weights="bf16")
-    told = micro_batch_search.refusal(thrifty, dataclasses.replace(measured[0], weights=0), MemoryLimit(10**6, 0.8))
-    assert not any(remedy in told for remedy in remedies), "of what is done already"
-
-
 class Watch:
     """Runs each compiled part of a step and keeps the bytes alive on a device at its fullest."""
 
@@ -296,29 +276,3 @@ def test_the_micro_batch_grows_where_the_datas_widths_leave_room(root, monkeypat
     run = trainer.Run(dataclasses.replace(recipe.cfg, mesh=mesh), recipe, None, None)
     run._choose_micro_batch(data_schedule)
     assert run.micro_batch == 8
-
-
-def test_batch_is_halved_in_multiples_until_it_fits_and_stays_so():
-    told, tried = [], []
-
-    def compute(size, least=5):
-        tried.append(size)
-        if size >= least:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-        return size
-
-    batch = out_of_memory.HalvingBatch(12, multiple=4, say=told.append)
-    assert batch.run(compute) == 4 and batch.run(compute) == 4
-    assert tried == [12, 8, 4, 4] and len(told) == 2
-    with pytest.raises(out_of_memory.OutOfMemory):
-        batch.run(functools.partial(compute, least=0))
-
-
-def test_batch_of_several_processes_ends_them_instead_of_disagreeing(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-
-    def fail(_):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-
-    with pytest.raises(UserError, match="eval.batch=8"):
-        out_of_memory.HalvingBatch(8, multiple=1, say=print).run(fail)
