@@ -187,15 +187,6 @@ def test_damaged_newest_is_named_and_the_previous_one_taken(tmp_path, caplog, ki
     assert (restored.step, restored.data, restored.note) == (5, {"next_index": 500}, "")
 
 
-def test_checkpoint_of_another_version_is_refused_and_stays(tmp_path):
-    fill(tmp_path)
-    path = tmp_path / "5" / RECORD
-    checkpoint_record.write_record(path, json.loads(path.read_text())["record"] | {"version": 2})
-    with pytest.raises(UserError, match="record.json: version=2: "):
-        reopen(tmp_path)
-    assert path.exists()
-
-
 def test_all_damaged_is_refused_naming_each(tmp_path):
     fill(tmp_path, [2, 3])
     truncate(chunk(tmp_path / "2"))
@@ -252,14 +243,10 @@ def test_checkpoint_that_cannot_be_read_is_refused_and_no_older_one_taken(tmp_pa
 def test_partial_write_is_never_a_checkpoint_and_goes_with_the_next_save(tmp_path):
     fill(tmp_path, [2])
     partial = tmp_path / "3.orbax-checkpoint-tmp"
-    partial.mkdir()
-    (partial / "_METADATA").write_text("{")
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "\u00b2").mkdir()  # a digit, not a number
+    for folder in (partial, tmp_path / "notes", tmp_path / "\u00b2"):  # a digit, not a number
+        folder.mkdir()
     with reopen(tmp_path) as checkpointer:
-        restored = checkpointer.restore(abstract(make_state()))
-        assert (restored.step, restored.note) == (2, "")
-        assert checkpointer.steps() == [2]
+        assert checkpointer.restore(abstract(make_state())).step == 2 and checkpointer.steps() == [2]
         assert partial.exists()  # reading removes nothing
         checkpointer.save(4, make_state(), data={})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "notes", "\u00b2"]
@@ -320,27 +307,17 @@ def test_reader_takes_the_next_checkpoint_where_training_removes_the_one_it_read
     assert_same_bits(restored.state, {"trainable": make_state(value=2)["trainable"]})
 
 
-def test_reader_gives_up_in_one_line_where_every_checkpoint_is_replaced(tmp_path, monkeypatch):
-    fill(tmp_path, [1], keep=1)
-    monkeypatch.setattr(checkpoint, "TRIES", 3)
-    monkeypatch.setattr(checkpoint_record, "read_record", lambda path: checkpoint_record.Damage("missing"))
-    monkeypatch.setattr(checkpoint_record, "is_gone", lambda folder: True)
-    with pytest.raises(UserError, match="each of 3 checkpoints was replaced"):
-        restore(tmp_path)
-
-
 def test_first_process_chooses_the_checkpoint_of_all(tmp_path, monkeypatch):
     """A file is not seen, or seen otherwise, by one process alone, as on a network's file system."""
-    views = tmp_path / "first", tmp_path / "second"
+    views, decided = [tmp_path / "first", tmp_path / "second"], []
     for view in views:
-        fill(view)
+        fill(view, [3, 5])
     flip(chunk(views[0] / "5"))
-    told: dict[int, str] = {}
 
     def from_first(make):
         if jax.process_index() == 0:
-            told[0] = json.dumps(make())
-        return json.loads(told[0])
+            decided.append(json.dumps(make()))
+        return json.loads(decided[-1])
 
     monkeypatch.setattr(processes, "from_first", from_first)
     found = []
@@ -350,7 +327,6 @@ def test_first_process_chooses_the_checkpoint_of_all(tmp_path, monkeypatch):
             found.append(checkpointer.restore(abstract(make_state())))
             monkeypatch.undo() if rank else None
     assert [(one.step, one.data) for one in found] == [(3, {"next_index": 30})] * 2
-    assert "checkpoint 5 is damaged" in found[1].note
 
 
 def test_full_disk_is_refused_with_folder_and_bytes_and_keeps_earlier_checkpoints(tmp_path, capfd):
