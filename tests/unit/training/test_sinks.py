@@ -56,13 +56,6 @@ def test_missing_library_is_refused_before_anything_is_written(name, monkeypatch
     assert not (tmp_path / "run").exists()
 
 
-def test_library_that_is_not_named_is_not_imported(monkeypatch, tmp_path):
-    for module in ("tensorboardX", *BOTH):
-        monkeypatch.setitem(sys.modules, module, None)  # its import fails
-    services = sinks.Services(make_config("tensorboard"), tmp_path)
-    assert services.write(1, {"train/loss": 0.5}) == services.close(0) == [] and not list(tmp_path.iterdir())
-
-
 # --- stand-ins that hold what they are sent
 
 
@@ -277,18 +270,9 @@ def test_mlflow_store_holds_every_row_once(tmp_path, monkeypatch):
     (found,) = client.search_runs([client.get_experiment_by_name("own").experiment_id])
     assert found.info.run_id == json.loads((tmp_path / "run" / "mlflow.json").read_text("utf-8"))["run"]
     assert (found.info.run_name, found.info.status) == ("run", "FINISHED")
-    told = {name: str(value) for name, value in config.flatten(config.to_dict(cfg)).items()}
-    assert found.data.params == told
-    rows = {
-        name: [(metric.step, metric.value) for metric in client.get_metric_history(found.info.run_id, name)]
-        for name in found.data.metrics
-    }
-    assert rows.pop("train/nll/llama")[0][0] == 4
-    assert rows == {
-        "train/loss": [(step, step / 8) for step in (1, 2, 3, 4)],
-        "examples": [(step, 8.0 * step) for step in (1, 2, 3, 4)],
-        "validation/loss": [(2, 0.25)],
-    }
+    assert found.data.params == {name: str(value) for name, value in config.flatten(config.to_dict(cfg)).items()}
+    losses = client.get_metric_history(found.info.run_id, "train/loss")
+    assert [(metric.step, metric.value) for metric in losses] == [(step, step / 8) for step in (1, 2, 3, 4)]
 
 
 # --- a run
