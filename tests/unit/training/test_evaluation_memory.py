@@ -11,7 +11,7 @@ from configs import large
 from lw_jax import recipes
 from lw_jax.core import config
 from lw_jax.data.loader import eval_batches
-from lw_jax.planning import plan_tables, planner, workload
+from lw_jax.planning import plan_tables, planner
 from lw_jax.planning.generation_memory import generation
 from lw_jax.training import evaluation_memory, memory, trainer
 from lw_jax.training.checkpoint import Checkpointer
@@ -184,21 +184,6 @@ def test_what_an_answer_takes_grows_with_its_rows_prompt_and_tokens(root):
     assert sorted(set(peaks)) == peaks
 
 
-def test_a_question_is_as_long_where_a_stage_s_passages_are_the_largest_batch(root):
-    passages = {"stages__pretrain__share": 0.5, "stages__pretrain__lengths": (200,)}
-    found = []
-    for changes in ({}, passages):
-        recipe = make_program(tiny.make_config(root, **changes)).recipe
-        found.append(workload.prompts(recipe.cfg, recipe, "qwen").positions)
-    widths = recipe.validation_widths()["readers"]["qwen"]
-    assert widths["after"]["ids"].shape[0] < recipe.cfg.data.question_tokens, "the planned batch must be a passage's"
-    assert found[0] == found[1]
-
-
-def test_a_recipe_without_answers_has_none(root):
-    assert generation(make_program(tiny.make_ttt_config(root))) is None
-
-
 @pytest.mark.parametrize("estimate", [True, False])
 def test_a_limit_that_only_evaluation_breaks_refuses_the_candidate(estimate, root, measure):
     """The step reads 5 latents; the texts beside which they are measured are a hundred times as long."""
@@ -221,18 +206,3 @@ def test_a_limit_that_only_evaluation_breaks_refuses_the_candidate(estimate, roo
     fewer = planned(many, peak(generation(make_program(many)), 64) - 1)
     assert fewer["chosen"] and not fewer["generation"]["fits"] and 1 <= fewer["generation"]["largest"] < 64
     assert f"--config.eval.batch={fewer['generation']['largest']}" in plan_tables.report(fewer)
-
-
-@pytest.mark.slow
-def test_what_is_clear_by_its_trace_is_not_compiled(root):
-    program, asked = make_program(tiny.make_config(root)), []
-
-    def compile(lowered):
-        asked.append(lowered)
-        return memory.compile_here(lowered)
-
-    found = planner.evaluation_memory(program, ROOM, compile)
-    assert not asked and not any(one.compiled for one in found.values() if one)
-    doubled = max(2 * one.peak_bytes - one.resident_bytes for one in found.values() if one)
-    found = planner.evaluation_memory(program, MemoryLimit(doubled // 3, 1.0), compile)
-    assert {one.compiled for one in found.values() if one} == {True}
