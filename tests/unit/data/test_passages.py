@@ -4,15 +4,12 @@ import dataclasses
 import gzip
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Task
 from lw_jax.data import passages, question_cards
-from lw_jax.models import wire
 from tests import tiny
 
 SAME = 2e-5  # fp32 logits of unit size: the same sums in another order
@@ -113,37 +110,6 @@ def test_targets_are_the_text_s_tokens_and_only_a_repeated_text_ends(recipe, doc
         assert bytes(ids.astype(np.uint8)).decode() == example.context
 
 
-@pytest.mark.slow
-def test_task_vector_is_the_last_slot_before_the_answer_and_padding_changes_no_logit(recipe, documents):
-    short = passages.reconstructions(documents[:1], 5, recipe.tokenizers["llama"])[0]
-    longer = (passages.reconstructions(documents[1:2], length, recipe.tokenizers["llama"])[0] for length in (17, 29))
-    examples = [short, *longer]
-    encoded = passages.encode(examples, layout=recipe.layout, task="reconstruct")
-    for name, reader in recipe.wire.readers.items():
-        params = recipe.load_frozen()[name]
-        fields = jax.tree.map(jnp.asarray, encoded.collate(range(3))["readers"][name])
-        # Left-padded rows of mixed lengths, and rows that use only some of the slots.
-        width = fields["before"]["ids"].shape[1]
-        shift = {key: jnp.pad(fields["before"][key], ((0, 0), (3, 0))) for key in ("ids", "mask")}
-        sent = {"channel": fields["channel"].at[:, 0].set(jnp.asarray([5, 2, 3], jnp.int32)), "before": shift}
-        prefix = 0.1 * jax.random.normal(jax.random.key(3), (3, 6, reader.config.width))
-        apart = wire.wire_prompt(params, fields | sent, prefix)
-        prompt = apart.joined()
-        np.testing.assert_array_equal(prompt.embeddings[:, -1], prefix[:, -1])
-        assert prompt.mask[:, -1].all() and prompt.mask.shape[1] == width + 3 + 6
-        logits = recipe.wire.answer_logits(params, name, apart, fields)
-        for row in range(3):
-            real = np.flatnonzero(prompt.mask[row])
-            count = int(fields["weights"][row].sum())
-            alone = wire.Prompt(prompt.embeddings[row : row + 1, real], jnp.ones((1, len(real)), bool))
-            answer = {"answer_inputs": fields["answer_inputs"][row : row + 1, : count - 1]}
-            answer["weights"] = np.ones((1, count), np.float32)
-            expected = recipe.wire.answer_logits(params, name, alone, answer)
-            np.testing.assert_allclose(logits[row, :count], expected[0], atol=SAME)
-        counts = fields["weights"].sum(axis=1)
-        assert len(set(counts.tolist())) == 3, "the batch must be ragged"
-
-
 def test_text_longer_than_the_encoder_reads_is_refused_by_name_or_dropped(recipe, documents, tokenizer):
     found = passages.reconstructions(documents, 500, tokenizer)
 
@@ -187,3 +153,11 @@ def test_broken_row_and_empty_file_are_refused_with_their_place(tmp_path, name, 
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=named):
         passages.read(str(tmp_path / name))
+
+
+def test_long_rows_and_a_byte_order_mark_are_read(tmp_path):
+    text = " ".join(str(i) for i in range(40_000))
+    row = json.dumps({"text": text}).encode()
+    for name, content in {"a.jsonl": row + b"\n" + row, "b.json": b"[\n" + row + b"]"}.items():
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+        assert set(passages.read(str(tmp_path / name))) == {text}
