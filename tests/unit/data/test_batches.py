@@ -1,7 +1,6 @@
 """lw_jax/data/batches.py: prompts join as they are tokenised, labels shift once, and nothing is cut unseen."""
 
 import dataclasses
-import time
 
 import numpy as np
 import pytest
@@ -138,12 +137,6 @@ def test_begin_ids_stand_first_and_once():
         assert bos not in valid(out[name]["after"], 0)
 
 
-def test_system_prompt_reaches_the_chat_template_only():
-    out = batches.encode(CARDS[:1], layout=layout(prompt={"system": "Be brief. "})).collate([0])["readers"]
-    assert "Be brief." in OTHER.decode(valid(out["b"]["before"], 0))
-    assert "Be brief." not in TOK.decode(valid(out["a"]["before"], 0))
-
-
 @pytest.mark.parametrize(
     ("reader", "anchor", "gold", "answer"),
     [
@@ -267,12 +260,6 @@ def test_overlong_context_is_refused_by_name_or_dropped_and_counted(limits, key)
     assert encoded.examples == (CARDS[0], CARDS[2]) and encoded.counts["context"] == 1
 
 
-def test_overlong_context_of_an_example_dropped_anyway_refuses_nothing():
-    spec = layout(window=300)
-    encoded = batches.encode([CARDS[0], dataclasses.replace(LONG, answers=("word " * 40,))], layout=spec)
-    assert (encoded.counts["answer"], encoded.counts["context"], len(encoded)) == (1, 0, 1)
-
-
 def test_cut_keeps_the_question_fills_the_limit_and_is_counted():
     spec = layout(window=300, context_tokens=120, overlong="cut")
     encoded = batches.encode([CARDS[0], LONG], layout=spec, rows=("text",))
@@ -348,34 +335,21 @@ class Counting(Bytes):
         return super().encode_batch(texts)
 
 
-@pytest.mark.parametrize(
-    ("overlong", "field"), [("refuse", "context"), ("drop", "question"), ("drop", "answers"), ("cut", "context")]
-)
-def test_row_of_megabytes_is_decided_by_its_beginning(overlong, field):
-    text = "word " * 2_000_000
-    changed = {field: (text,) if field == "answers" else text}
-    source, found = Counting(), [CARDS[0], dataclasses.replace(CARDS[1], **changed), CARDS[2]]
-    spec, started = layout(source=source, overlong=overlong), time.monotonic()
-    if overlong == "refuse":
-        with pytest.raises(UserError, match=r"encoder\.window=512"):
-            batches.encode(found, layout=spec, rows=PROMPT_FIELDS)
-    else:
-        encoded = batches.encode(found, layout=spec, rows=PROMPT_FIELDS)
-        assert len(encoded) == (3 if overlong == "cut" else 2) and encoded.counts["boundary"] == 0
-        assert overlong == "cut" or encoded.counts[field.removesuffix("s")] == 1
-    assert source.seen < 100_000 and time.monotonic() - started < 5
-
-
 @pytest.mark.parametrize("overlong", ["drop", "cut"])
-def test_beginning_alone_gives_what_the_whole_row_gives(monkeypatch, overlong):
+def test_beginning_alone_is_read_and_gives_what_the_whole_row_gives(monkeypatch, overlong):
     long = dataclasses.replace(LONG, id="long", context=" ".join(card.context for card in CARDS[:40]))
-    found = [CARDS[0], long, *CARDS[3:9], dataclasses.replace(CARDS[9], question=long.context)]
-    spec = layout(overlong=overlong, context_tokens=90)
-    whole = batches.encode(found, layout=spec, rows=PROMPT_FIELDS)
-    monkeypatch.setattr(prompt_tokens, "WIDEST", 2)
-    monkeypatch.setattr(prompt_tokens, "MARGIN", 20)
-    cut = batches.encode(found, layout=spec, rows=PROMPT_FIELDS)
-    assert cut.digest() == whole.digest() and cut.counts == whole.counts
+    asked = [CARDS[0], long, *CARDS[3:9], dataclasses.replace(CARDS[9], question=long.context)]
+    found = []
+    for widest, margin in ((prompt_tokens.WIDEST, prompt_tokens.MARGIN), (2, 20)):
+        monkeypatch.setattr(prompt_tokens, "WIDEST", widest)
+        monkeypatch.setattr(prompt_tokens, "MARGIN", margin)
+        source = Counting()
+        encoded = batches.encode(
+            asked, layout=layout(source=source, overlong=overlong, context_tokens=90), rows=PROMPT_FIELDS
+        )
+        found.append((encoded.digest(), encoded.counts, source.seen))
+    (*whole, all_of_it), (*cut, seen) = found
+    assert cut == whole and seen < all_of_it / 2
 
 
 def test_channel_says_how_each_example_is_sent_whole_unless_it_is_given():
