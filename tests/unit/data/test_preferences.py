@@ -66,14 +66,6 @@ FAMILIES = {
         "<|im_start|>user\nhi he<|im_end|>\n<|im_start|>assistant\n",
         "hey you<|im_end|>",
     ),
-    "stablelm": Kind(
-        ("<pad>", "<|endoftext|>"),
-        "",
-        "<|endoftext|>",
-        ZEPHYR + ask("<|assistant|>\n"),
-        "<|user|>\nhi he<|endoftext|>\n<|assistant|>\n",
-        "hey you<|endoftext|>",
-    ),
     "tinyllama": Kind(
         ("<unk>", "<s>", "</s>"),
         "<s>",
@@ -87,7 +79,6 @@ END = {
     "llama3": "<|eot_id|>",
     "phi3": "<|end|>",
     "qwen": "<|im_end|>",
-    "stablelm": "<|endoftext|>",
     "tinyllama": "</s>",
 }
 MERGES = [("Ċ", "Ċ"), ("h", "e"), ("he", "y"), ("Ġ", "y"), ("h", "i")]
@@ -214,11 +205,6 @@ def test_missing_eos_where_a_template_writes_no_terminator(load):
     assert whole(pair)[0] == [*tokenizer.encode("user: hi he\nassistant: hey you"), tokenizer.eos]
 
 
-def test_end_inside_a_reply_stays_where_it_is(qwen):
-    reply = encode_one(qwen, Preference("f:1", "hi", "he<|im_end|>y", "no"), "plain").chosen
-    assert reply.tolist().count(qwen.eos) == 2 and reply[-1] == qwen.eos
-
-
 def test_reply_of_several_turns_is_ended_by_the_last(qwen):
     pair = dataclasses.replace(talk(), chosen=(turn("assistant", "hey"), turn("assistant", "you")))
     expected = qwen.encode("hey<|im_end|>\n<|im_start|>assistant\nyou<|im_end|>")
@@ -326,14 +312,6 @@ def test_rows_are_cut_as_they_are_to_be_or_dropped_and_counted(
             assert len(reply) == len(whole_reply) or truncation == "keep_start"
 
 
-def test_keep_end_keeps_a_bos_that_the_template_alone_writes(load):
-    tokenizer = load("phi3", "{{ bos_token }}" + FAMILIES["phi3"].template)
-    assert tokenizer.begin == ()
-    full = encode_one(tokenizer, talk()).prompt
-    cut = encode_one(tokenizer, talk(), limits=Limits(1000, max_prompt=4, truncation="keep_end")).prompt
-    np.testing.assert_array_equal(cut, [special(tokenizer, "<s>"), *full[-3:]])
-
-
 def test_pair_whose_replies_become_equal_by_the_cut_is_dropped(qwen):
     rows = [Preference("a", "xxxxx", "abcdefgh", "abcdefgz"), Preference("b", "x", "he", "he<|im_end|>"), row(1, 2, 3)]
     data = encode(rows, tokenizer=qwen, template="plain", limits=Limits(10, truncation="keep_start"))
@@ -393,11 +371,6 @@ def test_batch_holds_both_sides_and_flags_at_the_tokens_themselves(load):
             assert ids[mask].tolist() == [*pair.prompt, *reply] and ids[completion].tolist() == reply.tolist()
             assert (ids[~mask] == tokenizer.pad).all() and not (completion & ~mask).any()
             assert mask[: mask.sum()].all() and completion[len(pair.prompt)] and not completion[len(pair.prompt) - 1]
-
-
-def test_width_is_a_multiple_of_eight_but_no_more_than_max_length(qwen):
-    lengths = [encode([row(4, n, 1)], tokenizer=qwen, template="plain", limits=Limits(13)).length for n in (3, 4, 8)]
-    assert lengths == [8, 13, 13]
 
 
 def test_buckets_part_by_length_and_pad_less(qwen):
