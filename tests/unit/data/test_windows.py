@@ -8,11 +8,9 @@ import pytest
 
 from lw_jax.core.types import Task
 from lw_jax.data.corpus import Span, pack
-from lw_jax.data.data_schedule import DataSchedule, Phase
 from lw_jax.data.loader import Loader
 from lw_jax.data.tokens import ByteTokenizer
 from lw_jax.data.windows import WarmupSchedule, Windows
-from sharding import place
 
 LENGTH, BATCH = 7, 6
 
@@ -56,20 +54,11 @@ def test_batch_has_what_a_course_and_a_loss_ask_for(windows):
     assert (windows.task, windows.slots, windows.width) == ("text", 0, 0)
 
 
-def test_windows_that_measure_are_of_another_structure_and_stay_so_on_devices(windows):
+def test_windows_that_measure_are_of_another_structure(windows):
     measured = Windows(windows.span, LENGTH, "lm", measure=True)
     trained, told = (one.collate(range(8)) for one in (windows, measured))
     assert told["readers"]["lm"]["task"] == Task("measure") and trained["readers"]["lm"]["task"] == Task("train")
     assert jax.tree.structure(trained) != jax.tree.structure(told)
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    for put, lead in (
-        (lambda batch, mesh: place.put_batch(batch, mesh, accumulation=2), (2, 4)),
-        (place.put_eval, (8,)),
-    ):
-        placed = put(told, mesh)
-        assert placed["readers"]["lm"]["task"] == Task("measure")
-        assert placed["readers"]["lm"]["ids"].shape == (*lead, LENGTH + 1)
-        assert jax.tree.structure(placed) == jax.tree.structure(told)
 
 
 def test_last_window_needs_a_target_for_its_last_input(packed):
@@ -100,11 +89,3 @@ def test_rate_rises_evenly_to_one_and_stays(windows):
     np.testing.assert_array_equal(
         rates, np.repeat(np.minimum(0.2 + 0.08 * np.arange(13), 1).astype(np.float32)[:, None], 4, axis=1)
     )
-
-
-def test_without_warm_up_the_course_is_the_plain_one(windows):
-    plain, paced = DataSchedule.of(windows), WarmupSchedule((Phase(1, ((windows, 1.0),)),), warmup=0, start=0.3)
-    for number in (0, 1, 40):
-        asked = {"global_batch": BATCH, "seed": 3, "share": slice(None)}
-        np.testing.assert_equal(paced.batch(number, **asked), plain.batch(number, **asked))
-    assert paced.sizes() == plain.sizes() and paced.describe() == plain.describe()
