@@ -93,17 +93,6 @@ def test_shapes_are_drawn_of_the_choices_alone_and_each_is_met_about_as_often():
     assert batch(ENDS[1])["source"]["channel"].tolist() == [[SLOTS, WIDTH, 8]] * BATCH
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_shares_of_all_processes_are_the_batch_of_one_with_its_shapes(count):
-    rows = BATCH // count
-    for number in (2, 11, 40):
-        parts = [batch(number, share=slice(p * rows, (p + 1) * rows)) for p in range(count)]
-        for key in ("ids", "mask", "channel"):
-            together = np.concatenate([part["source"][key] for part in parts])
-            np.testing.assert_array_equal(together, batch(number)["source"][key])
-        assert [len(part["index"]) for part in parts] == [rows] * count
-
-
 @pytest.mark.parametrize("at", [17, 34])
 def test_restored_in_the_middle_of_a_stage_the_batches_are_the_same(at):
     first = loader()
