@@ -194,21 +194,6 @@ def test_phase_of_rate_zero_leaves_moments_their_count_and_the_clip_alone(params
     jax.tree.map(np.testing.assert_array_equal, moments(state), before)
 
 
-def test_multiple_of_a_phase_scales_the_step_and_no_moment(params, gradients):
-    fixed, changing = (
-        optimizers.make(CFG, phases=[Phase(1), Phase(5)], rates=((r".*", rate),), abstract=params)
-        for rate in (1.0, (1.0, 3.0))
-    )
-    states, updates = [fixed.init(params), changing.init(params)], [None, None]
-    for _ in range(2):
-        for number, made in enumerate((fixed, changing)):
-            updates[number], states[number] = made.update(gradients, states[number], params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(3 * a, b, rtol=EXACT), *updates)
-    for name in ("mu", "nu"):
-        ours, theirs = (jax.tree.leaves(optax.tree.get(state, name)) for state in states)
-        assert ours and all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
 def test_offsets_of_an_inner_model_and_vectors_of_tasks_do_not_decay_among_matrices():
     tree = {"layers": {"w1": 0, "b1": 0, "w2": 0, "b2": 0, "token": 0, "rate": 0, "rate_bias": 0}, "tokens": 0}
     assert optimizers.decays({"model": tree}) == {
