@@ -7,45 +7,35 @@ import jax.numpy as jnp
 import pytest
 
 from lw_jax.models import decoder
-from lw_jax.models.decoder import DecoderConfig, Mode
+from lw_jax.models.decoder import Mode
 from lw_jax.planning import hlo_counts
 from lw_jax.training.traced_costs import Loop, trace
+from tests import tiny
 
-CFG = DecoderConfig(
-    vocab=134,
-    width=44,
-    layers=3,
-    heads=6,
-    kv_heads=2,
-    head_dim=10,
-    ffn=58,
-    rope_theta=1e4,
-    norm_eps=1e-6,
-    max_positions=64,
-    tied=False,
-    qkv_bias=True,
-)
 ROWS, POSITIONS, ANSWERS = 4, 19, 5
 A = jax.ShapeDtypeStruct((7, 11), jnp.float32)
 B = jax.ShapeDtypeStruct((11, 13), jnp.float32)
 
 
 def loss(x, params, remat: str):
-    hidden = decoder.forward(params, CFG, x, mask=jnp.ones(x.shape[:2], bool), mode=Mode(remat=remat)).hidden
+    hidden = decoder.forward(params, tiny.DECODER, x, mask=jnp.ones(x.shape[:2], bool), mode=Mode(remat=remat)).hidden
     return jnp.sum(jax.nn.logsumexp(decoder.logits(params, hidden[:, -ANSWERS:]), axis=-1))
 
 
 @pytest.mark.optimized  # whether something is computed twice is what the optimizations decide
 @pytest.mark.parametrize(("remat", "argnums"), [("none", 0), ("full", (0, 1))])
 def test_flops_and_loops_of_a_backward_pass_are_those_compiled(remat, argnums):
-    params = decoder.abstract(CFG, jnp.float32)
-    x = jax.ShapeDtypeStruct((ROWS, POSITIONS, CFG.width), jnp.float32)
+    params = decoder.abstract(tiny.DECODER, jnp.float32)
+    x = jax.ShapeDtypeStruct((ROWS, POSITIONS, tiny.DECODER.width), jnp.float32)
     gradient = jax.grad(functools.partial(loss, remat=remat), argnums=argnums)
     # only machine code is left unoptimised, which nothing here reads
     program = jax.jit(gradient).lower(x, params).compile(compiler_options={"xla_backend_optimization_level": 0})
     found = trace(gradient, x, params)
     assert found.flops == hlo_counts.analyse(program.as_text()).flops
-    assert {(loop.length, loop.reverse) for loop in found.loops} == {(CFG.layers, False), (CFG.layers, True)}
+    assert {(loop.length, loop.reverse) for loop in found.loops} == {
+        (tiny.DECODER.layers, False),
+        (tiny.DECODER.layers, True),
+    }
 
 
 def test_elementwise_values_take_no_memory_unless_a_product_or_the_caller_takes_them():
