@@ -7,7 +7,6 @@ import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.hub import weights
-from lw_jax.models import bert
 from tests import tiny
 from tests.tiny import edit_tensors as edit
 
@@ -39,16 +38,6 @@ def test_parts_beside_the_body_are_left_out(body):
 
     edit(folder, change)
     assert_equal_trees(weights.load_bert(folder, dtype=jnp.float32), params)
-
-
-def test_weights_are_cast_and_land_where_they_are_sent(body):
-    folder, cfg, params = body
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    shardings = jax.tree.map(lambda _: jax.NamedSharding(mesh, jax.P()), bert.abstract(cfg, jnp.bfloat16))
-    shardings["layers"]["q"] = jax.NamedSharding(mesh, jax.P(None, "data"))
-    got = weights.load_bert(folder, dtype=jnp.bfloat16, shardings=shardings)
-    assert_equal_trees(got, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
-    assert got["layers"]["q"].addressable_shards[0].data.shape == (3, 3, 7, 42)
 
 
 KEY = "encoder.layer.1.attention.self.key.weight"
