@@ -184,16 +184,3 @@ def test_folder_that_is_no_ttt_model_is_refused(saved, tmp_path):
     assert not weights.is_ttt(folder)
     with pytest.raises(UserError, match="model_type='bert'"):
         weights.load_ttt(folder)
-
-
-def test_weights_land_in_their_shards(saved):
-    from sharding import mesh as meshes
-    from sharding import rules, tables
-
-    folder, params = saved
-    mesh = meshes.make(data=4)
-    placed = rules.shardings(tables.LEARNER_FSDP, ttt.abstract(SMALL), mesh, name="ttt")
-    found = weights.load_ttt(folder, shardings=placed)
-    assert_equal(found, params)
-    assert found["layers"]["q"].sharding.shard_shape((2, 12, 12)) == (2, 12, 3)
-    assert found["embed"].sharding.shard_shape((37, 12)) == (37, 3)
