@@ -12,7 +12,6 @@ from lw_jax.core.types import Task
 from lw_jax.data import passages, question_cards
 from tests import tiny
 
-SAME = 2e-5  # fp32 logits of unit size: the same sums in another order
 LENGTH = 13
 
 
