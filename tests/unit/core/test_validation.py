@@ -17,33 +17,15 @@ def _values() -> Any:
     return values
 
 
-GOOD = [
-    {},
-    {"encoder.kind": "bytes", "encoder.source": ""},
-    {"mesh.placement": "tensor", "mesh.model": 2},
-    {"mesh.placement": "fsdp", "mesh.data": 4},
-    {"mesh.placement": "replicate", "mesh.data": 3, "train.micro_batch": 5},
-    {"loss.ce": 0.0, "loss.kl": 1.0},
-    {"data.train": "hub:a/b", "data.validation": "hub:a/b"},
-    {"data.train": "folder", "data.validation": "folder", "data.columns": ("context:a.b:c", "is_impossible:")},
-    {"llms.llama.template": "chat", "prompt.system": "Be short."},
-    {"prompt.user": "{{x}} {context} {question}"},
-]
-
 # The key that is named, its value, and what else is set.
 BAD = [
     ("llms", "'llama', 'qwen'", {"recipe": "ttt"}),
     *(("prompt.user", user, {}) for user in (
-        "{context!r} {question}", "{context:>1000000000} {question}", "{context:{question}} {question}", "{context}",
-        "{question} {context}", "{context} {context} {question}", "{context} {question} {name}",
-        "{context.__class__} {question}", "{context} {question")),
+        "{context!r} {question}", "{context:>1000000000} {question}", "{question} {context}", "{context} {question} {name}",
+        "{context} {question")),
     ("data.cards", 10**12, {}),
-    ("train.steps", 10**18, {}),
     ("seed", -1, {}),
-    ("optim.learning_rate", 1e300, {}),
     ("recipe", "latentwir", {}),
-    ("llms.llama.weights", "fp8", {}),
-    ("llms.llama.template", "chatml", {}),
     ("llms.llama.source", "", {}),
     ("llms.llama.source", "selfmade:gemma", {}),
     ("llms.llama.sha256", "12ab", {}),
@@ -55,47 +37,35 @@ BAD = [
     ("encoder.states", 2, {"adapter.kind": "kv"}),
     ("encoder.states", 2, {"encoder.pooling": "rare"}),
     ("encoder.slots", 0, {}),
-    ("encoder.width", 4097, {}),
     ("encoder.slots", 17, {"encoder.window": 16}),
     ("prompt.system", "Be short.", {}),
     ("data.validation", "a.jsonl", {"data.train": "a.jsonl"}),
     ("data.train", "", {}),
     ("data.columns", ("context:a",), {}),
     ("data.columns", ("contxt:a",), {}),
-    ("data.columns", ("context",), {}),
     ("data.columns", ("context:a", "context:b"), {}),
     ("data.question_tokens", 512, {}),
     ("loss.ce", 0.0, {}),
-    ("optim.end_fraction", 1.5, {}),
     ("train.micro_batch", 33, {}),
     ("train.global_batch", 3, {"mesh.placement": "replicate", "mesh.data": 4}),
-    ("mesh.data", -2, {}),
     ("mesh.placement", "tensor", {}),
     ("mesh.model", 2, {}),
     ("mesh.model", 2, {"mesh.placement": "fsdp"}),
     ("mesh.placement", "fsdp", {"mesh.data": 1}),
     ("mesh.data", 2, {"mesh.placement": "hybrid4"}),
-    ("mesh.placement", "zero3", {}),
     ("compute.remat", "dots", {}),
     ("eval.rows", ("text", "latent"), {}),
     ("eval.rows", ("text", "text"), {}),
-    ("eval.rows", (), {}),
+    ("train.log_to", ("neptune",), {}),
+    ("train.log_to", ("wandb", "wandb"), {}),
     ("stages.pretrain.lengths", (), {"stages.pretrain.share": 1.0}),
     ("stages.pretrain.share", 0.5, {"stages.align.share": 0.6}),
-    ("stages.pretrain.lengths", (8, 1), {}),
     ("stages.answer.bits", (3,), {}),
     ("data.held_out", 0.1, {}),
     ("stages.answer.slots", (33,), {}),
     ("stages.answer.ratios", (4, 4), {}),
     ("stages.answer.ratios", (4,), {"stages.answer.slots": (8,)}),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("changes", GOOD, ids=str)
-def test_possible_configuration_passes(changes: dict[str, Any]) -> None:
-    values = _values()
-    values.update_from_flattened_dict(changes)
-    validation.validate(config.build(values))
 
 
 def _refuse(values: Any, changes: dict[str, Any], key: str, value: object) -> None:
@@ -138,18 +108,6 @@ def test_number_of_keys_stays_small() -> None:
 
 TEXT = {"recipe": "ttt", "data.train": "docstrings", "data.validation": ""}
 
-GOOD_TEXT = [
-    {},
-    {"ttt.segments": 3},
-    {"ttt.length": 127},
-    {"ttt.form": "full"},
-    {"ttt.tokenizer": "some/folder", "ttt.vocab": 50257},
-    {"data.validation": "other.txt", "data.held_out": 0.0},
-    {"mesh.placement": "fsdp", "mesh.data": 8},
-    {"optim.decays": "all"},
-    {"compute.remat": "dots"},
-]
-
 BAD_TEXT = [
     ("ttt.width", 90, {}),
     ("ttt.width", 84, {}),  # heads of width 7
@@ -168,13 +126,6 @@ BAD_TEXT = [
     ("ttt.backbone", "mamba2", {}),
     ("ttt.layers", 0, {}),
 ]
-
-
-@pytest.mark.parametrize("changes", GOOD_TEXT, ids=str)
-def test_possible_language_model_passes(changes: dict[str, Any]) -> None:
-    values = base.get_config("ttt")
-    values.update_from_flattened_dict(TEXT | changes)
-    validation.validate(config.build(values))
 
 
 @pytest.mark.parametrize(("key", "value", "others"), BAD_TEXT, ids=str)
