@@ -14,7 +14,7 @@ import pytest
 import run
 from configs import base
 from lw_jax.commands import train
-from lw_jax.core import config, validation
+from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.core.process_start import REQUEUE
 from lw_jax.training import metrics, run_folder, sinks
@@ -30,20 +30,6 @@ def make_config(*names: str) -> config.Config:
 
 
 # --- the door
-
-
-def test_any_of_the_three_or_none_may_be_named():
-    assert make_config("tensorboard").train == config.Train(), "TensorBoard alone is the default"
-    c = base.get_config()
-    c.llms.llama = base.llm("folder")
-    c.encoder.kind = "bytes"
-    for names in ((), ("wandb",), ("mlflow", "tensorboard", "wandb")):
-        c.train.log_to = names
-        validation.validate(config.build(c))
-    for names in (("neptune",), ("wandb", "wandb")):
-        c.train.log_to = names
-        with pytest.raises(UserError, match=r"config\.train\.log_to = "):
-            validation.validate(config.build(c))
 
 
 @pytest.mark.parametrize("name", sinks.PACKAGES)
