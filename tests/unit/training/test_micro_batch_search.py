@@ -1,6 +1,5 @@
 """lw_jax/training: bytes by hand, the largest micro-batch by search, errors that mean memory."""
 
-import dataclasses
 import functools
 import math
 import random
@@ -10,15 +9,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lw_jax.data.data_schedule import example_shapes
-from lw_jax.training import memory, memory_limit, micro_batch_search, out_of_memory, trainer
+from lw_jax.training import memory, memory_limit, micro_batch_search, out_of_memory
 from lw_jax.training.memory import StepMemory
 from lw_jax.training.memory_limit import MemoryLimit
 from lw_jax.training.step_spec import StepSpec
 from lw_jax.training.train_step import Part
 from sharding import place
 from tests import tiny
-from tests.standin import Measure
 
 pytestmark = pytest.mark.slow
 
@@ -160,17 +157,6 @@ def measured(root):
     return [memory.measure(program, program.recipe.batch_widths(), 6 // micro) for micro in (1, 2, 3, 6)]
 
 
-def test_activations_grow_with_the_micro_batch_and_what_stays_does_not(measured):
-    assert [found.micro_batch for found in measured] == [1, 2, 3, 6]
-    for smaller, larger in zip(measured, measured[1:], strict=False):
-        assert larger.activations > smaller.activations
-        assert (larger.weights, larger.optimizer, larger.batch) == (smaller.weights, smaller.optimizer, smaller.batch)
-    for found in measured:
-        stays = found.weights + found.trainable + found.optimizer + found.batch
-        assert found.peak == stays + found.activations
-        assert found.activations > 0
-
-
 @pytest.mark.parametrize("index", [0, 1, 2, 3])
 def test_largest_micro_batch_is_within_the_limit_and_the_next_is_not(index, root, measured):
     above = measured[index + 1].peak if index < 3 else 2 * measured[3].peak
@@ -260,19 +246,3 @@ def test_peak_of_readers_apart_is_what_is_alive_while_they_run(root):
         jax.block_until_ready(values)
         assert watch.peak * (1 - UNDER) <= found.by_mesh[index] <= watch.peak * (1 + OVER)
         del state, values
-
-
-def test_the_micro_batch_grows_where_the_datas_widths_leave_room(root, monkeypatch):
-    """Short cards under long limits: the run measures its own batches' shapes, a plan can only know the limits."""
-    monkeypatch.setattr(micro_batch_search.memory, "measure", Measure())
-    recipe = tiny.make_recipe(root)
-    program, data_schedule = StepSpec(recipe.cfg, recipe), recipe.data_schedule()
-    widest = max(micro_batch_search.measure(program, example_shapes(batch), 8).peak for batch in data_schedule.shapes())
-    limits = micro_batch_search.measure(program, recipe.batch_widths(), 8).peak
-    assert widest < limits
-    room = MemoryLimit((widest + limits) // 2, 1.0)
-    assert micro_batch_search.largest_micro_batch(program, recipe.batch_widths(), room).micro_batch < 8
-    mesh = dataclasses.replace(recipe.cfg.mesh, memory_gb=room.memory / 1e9, target_utilisation=1.0)
-    run = trainer.Run(dataclasses.replace(recipe.cfg, mesh=mesh), recipe, None, None)
-    run._choose_micro_batch(data_schedule)
-    assert run.micro_batch == 8
