@@ -171,19 +171,6 @@ def test_traced_generation_is_near_what_is_compiled(strategy, devices, kind, roo
     assert TINY[0] < (guess.peak_bytes - held) / (found.peak_bytes - held) < TINY[1]
 
 
-def test_what_an_answer_takes_grows_with_its_rows_prompt_and_tokens(root):
-    peaks = []
-    for changes in (
-        {},
-        {"eval__batch": 32},
-        {"eval__batch": 32, "data__context_tokens": 480},
-        {"eval__batch": 32, "data__context_tokens": 480, "eval__max_new_tokens": 9000},
-    ):
-        program = make_program(tiny.make_config(root, **changes))
-        peaks.append(peak(generation(program), program.cfg.eval.batch))
-    assert sorted(set(peaks)) == peaks
-
-
 @pytest.mark.parametrize("estimate", [True, False])
 def test_a_limit_that_only_evaluation_breaks_refuses_the_candidate(estimate, root, measure):
     """The step reads 5 latents; the texts beside which they are measured are a hundred times as long."""
