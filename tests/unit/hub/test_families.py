@@ -6,7 +6,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from lw_jax.core.errors import UserError
-from lw_jax.hub import families, gguf_family, weights
+from lw_jax.hub import families, weights
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.rotary import Llama3Scaling, LongRope
 
@@ -165,65 +165,3 @@ def test_longrope_s_gain_follows_from_how_far_the_context_was_stretched():
     assert read(fields | {"rope_parameters": rope}).rope_scaling.gain == pytest.approx((1 + 5 / np.log2(23)) ** 0.5)
     with pytest.raises(UserError, match=r"short_factor has 3 numbers; one for each of 2"):
         read(fields | {"rope_parameters": rope | {"short_factor": [1.0, 1.0, 1.0]}})
-
-
-def metadata_of(cfg: DecoderConfig, arch: str) -> dict:
-    own = {
-        "block_count": cfg.layers,
-        "context_length": cfg.max_positions,
-        "embedding_length": cfg.width,
-        "feed_forward_length": cfg.ffn,
-        "attention.head_count": cfg.heads,
-        "attention.head_count_kv": cfg.kv_heads,
-        "attention.key_length": cfg.head_dim,
-        "attention.value_length": cfg.head_dim,
-        "attention.layer_norm_rms_epsilon": cfg.norm_eps,
-        "rope.freq_base": cfg.rope_theta,
-        "rope.dimension_count": cfg.head_dim,
-    }
-    return {"general.architecture": arch} | {f"{arch}.{key}": value for key, value in own.items()}
-
-
-def shapes_of(cfg: DecoderConfig) -> dict:
-    return {name: slot.shape for name, slot in gguf_family.tensor_map(cfg).items()}
-
-
-@pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_llama3_frequencies_are_recognised_from_their_tensor(factor):
-    cfg = dataclasses.replace(LLAMA31, rope_scaling=Llama3Scaling(factor, 1.0, 4.0, 8192))
-    factors = piecewise_divisors(factor, cfg.rope_theta, cfg.head_dim).astype(np.float32)
-    assert read(gguf_family.hf_fields(metadata_of(cfg, "llama"), shapes_of(cfg), rope_factors=factors)) == cfg
-    with pytest.raises(UserError, match=r"rope_freqs\.weight"):
-        gguf_family.hf_fields(metadata_of(cfg, "llama"), shapes_of(cfg), rope_factors=factors + 0.5)
-
-
-def piecewise_divisors(factor: float, theta: float, head_dim: int) -> np.ndarray:
-    """The rule as published, wavelength by wavelength."""
-    out = []
-    for i in range(0, head_dim, 2):
-        wavelength = 2 * np.pi * theta ** (i / head_dim)
-        smooth = (8192 / wavelength - 1) / 3
-        between = 1 / ((1 - smooth) / factor + smooth)
-        out.append(1.0 if wavelength < 8192 / 4 else factor if wavelength > 8192 else between)
-    return np.asarray(out)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("general.architecture", "gemma3"),
-        ("general.type", "adapter"),
-        ("split.count", 3),
-        ("llama.expert_count", 8),
-        ("llama.rope.scaling.type", "yarn"),
-        ("llama.attention.value_length", 12),
-        ("llama.feed_forward_length", [37, 41, 43]),
-        ("llama.block_count", None),
-    ],
-)
-def test_gguf_field_that_changes_the_mathematics_is_refused_by_name(key, value):
-    metadata = metadata_of(LLAMA, "llama") | {key: value}
-    if value is None:
-        del metadata[key]
-    with pytest.raises(UserError, match=key.removeprefix("llama.")):
-        gguf_family.hf_fields(metadata, shapes_of(LLAMA))
