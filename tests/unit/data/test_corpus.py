@@ -78,15 +78,6 @@ def test_every_document_is_followed_by_eos_and_blank_ones_are_counted_apart(tmp_
         packed.read(packed.tokens - 9, 10)
 
 
-def test_second_job_finds_what_the_first_made(tmp_path, source, monkeypatch):
-    first = pack(source, ByteTokenizer(), root=tmp_path)
-    monkeypatch.setattr(documents, "read", lambda source: pytest.fail("read again"))
-    again = pack(source, ByteTokenizer(), root=tmp_path)
-    assert (first.made, again.made) == (True, False) and again.folder == first.folder
-    assert "found packed" in again.describe()[1]
-    np.testing.assert_array_equal(everything(again), everything(first))
-
-
 def test_text_in_pieces_is_one_document(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "PIECE", 11)
     text = "a line\n" * 23 + "\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n"  # the last pieces are blank, and belong to it
