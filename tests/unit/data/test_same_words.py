@@ -16,12 +16,6 @@ def test_windows_are_those_of_the_encoders_slots():
         np.testing.assert_array_equal(own, pooled[:, :7])
 
 
-def test_tokens_belong_to_the_window_in_which_they_begin():
-    bounds = window_starts([0, 4, 8, 12], 2)  # characters 0..8 and 8..
-    found = window_weights([0, 2, 7, 8, 13], bounds)
-    np.testing.assert_array_equal(found, [[1, 1, 1, 0, 0], [0, 0, 0, 1, 1]])
-
-
 def test_a_window_inside_one_token_takes_that_token():
     found = window_weights([0, 10], window_starts([0, 3, 6, 9, 12], 5))
     np.testing.assert_array_equal(found, [[1, 0], [1, 0], [1, 0], [0, 1], [0, 1]])
