@@ -21,7 +21,7 @@ def _values() -> Any:
 BAD = [
     ("llms", "'llama', 'qwen'", {"recipe": "ttt"}),
     *(("prompt.user", user, {}) for user in (
-        "{context!r} {question}", "{context:>1000000000} {question}", "{question} {context}", "{context} {question} {name}",
+        "{context!r} {question}", "{context:>9} {question}", "{question} {context}", "{context} {question} {name}",
         "{context} {question")),
     ("data.cards", 10**12, {}),
     ("seed", -1, {}),
