@@ -175,28 +175,17 @@ def test_double_eos_where_a_conversation_already_holds_an_end(load, family, tail
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tail", ["{0}", "{0} {0}\n"])
-def test_double_eos_where_a_plain_text_already_ends_with_it(load, family, tail):
-    tokenizer = load(family)
-    pair = encode_one(tokenizer, Preference("f:1", "hi", "hey" + tail.format(FAMILIES[family].eos), "no"), "plain")
-    assert pair.chosen.tolist().count(tokenizer.eos) == 1 and pair.chosen[-1] == tokenizer.eos
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_missing_eos_is_put_behind_a_plain_text(load, family):
-    tokenizer = load(family)
-    pair = encode_one(tokenizer, Preference("f:1", "hi", " hey \n", "no"), "plain")
-    begin = list(tokenizer.begin)
-    assert whole(pair)[0] == [*begin, *tokenizer.encode("hi hey \n"), tokenizer.eos]  # its own white space stays
-    assert whole(pair)[1] == [*begin, *tokenizer.encode("hino"), tokenizer.eos]
-
-
-@pytest.mark.parametrize("family", ["llama3", "phi3"])
-def test_plain_text_that_ends_with_the_secondary_terminator_gets_no_eos_behind_it(load, family):
-    tokenizer = load(family)
-    pair = encode_one(tokenizer, Preference("f:1", "hi", "hey" + END[family], "no"), "plain")
-    assert pair.chosen[-1] == special(tokenizer, END[family]) and tokenizer.eos not in pair.chosen
-    assert pair.rejected[-1] == tokenizer.eos
+def test_plain_text_ends_with_one_terminator_and_keeps_its_white_space(load, family):
+    tokenizer, eos, end = load(family), FAMILIES[family].eos, END[family]
+    for reply, written in (
+        (" hey \n", f" hey \n{eos}"),
+        (f"hey{eos}", f"hey{eos}"),
+        (f"hey{eos} {eos}\n", f"hey{eos}"),
+        (f"hey{end}", f"hey{end}"),
+    ):
+        pair = encode_one(tokenizer, Preference("f:1", "hi", reply, "no"), "plain")
+        assert whole(pair)[0] == [*tokenizer.begin, *tokenizer.encode(f"hi{written}")]
+        assert whole(pair)[1] == [*tokenizer.begin, *tokenizer.encode(f"hino{eos}")]
 
 
 def test_missing_eos_where_a_template_writes_no_terminator(load):
