@@ -1,7 +1,6 @@
 """Memory of validation beside the training state, and of `eval`, on a training placement; a plan that counts both."""
 
 import dataclasses
-import types
 from typing import cast
 
 import jax
@@ -18,8 +17,6 @@ from lw_jax.training.checkpoint import Checkpointer
 from lw_jax.training.evaluation_memory import Pass
 from lw_jax.training.memory_limit import MemoryLimit
 from lw_jax.training.step_spec import StepSpec
-from lw_jax.training.train_step import Part
-from sharding import place
 from sharding import placement as placements
 from tests import tiny
 
@@ -92,22 +89,6 @@ def test_a_plan_and_a_run_say_so(root):
         assert any("--config.eval.batch=1024" in line for line in told) == bool(checkpointer)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("replicate", 4)])
-def test_what_is_compiled_is_what_a_validation_takes(strategy, devices, root):
-    """The state stays, and beside it a batch, temporaries and outputs: of the very program that a run takes."""
-    program = make_program(with_batch(tiny.make_config(root), 16), strategy, devices)
-    one = evaluation_memory.validation(program)
-    limit = MemoryLimit(peak(one, 16 // devices) + 1000, 1.0)
-    found = evaluation_memory.of(one, limit, compile=memory.compile_here)
-    assert (found.batch, found.compiled) == (16, True)
-    ((part, _),) = one.lower(16 // program.placement.data)
-    taken = part.lowered.compile().memory_analysis()
-    moments = place.device_bytes((program.state()["opt_state"], program.state()["step"]))
-    whole = taken.argument_size_in_bytes + taken.temp_size_in_bytes + taken.output_size_in_bytes + moments
-    assert found.peak_bytes == pytest.approx(whole, rel=1e-3)
-
-
 @pytest.mark.parametrize("make", [tiny.make_config, tiny.make_ttt_config])
 def test_a_held_out_batch_has_the_planned_shapes_but_for_its_lengths(make, root):
     cfg = make(root)
@@ -119,37 +100,6 @@ def test_a_held_out_batch_has_the_planned_shapes_but_for_its_lengths(make, root)
     assert jax.tree.structure(widths) == jax.tree.structure(batch)
     for planned, real in zip(jax.tree.leaves(widths), jax.tree.leaves(batch), strict=True):
         assert (planned.dtype, len(planned.shape)) == (real.dtype, real.ndim - 1)
-
-
-class Compiler:
-    """A compiler that knows how much each row takes, and which sizes it was asked for."""
-
-    def __init__(self, row: int, fixed: int):
-        self.row, self.fixed, self.rows = row, fixed, []
-
-    def lower(self, rows):
-        self.rows.append(rows)
-        return [(Part(rows, "mesh"), 0)]
-
-    def compile(self, rows):
-        sizes = {"temp_size_in_bytes": self.fixed + rows * self.row, "output_size_in_bytes": 0}
-        found = types.SimpleNamespace(**sizes, alias_size_in_bytes=0)
-        return types.SimpleNamespace(memory_analysis=lambda: found)
-
-
-def test_sizes_that_a_larger_one_rules_out_are_not_compiled(root):
-    """And one that the compiler refuses for its size does not fit."""
-    compiler, limit = Compiler(row=10, fixed=100), MemoryLimit(1000 + 100 + 10 * 8, 1.0)
-    program = make_program(with_batch(tiny.make_config(root), 1024))
-    one = Pass(program, {"mesh": 1000}, lambda rows: {"mesh": 10**6}, compiler.lower)  # type: ignore[dict-item]
-    found = evaluation_memory.of(one, limit, compile=compiler.compile)
-    assert (found.peak_bytes, found.largest, found.compiled) == (1000 + 100 + 10240, 8, True)
-    assert compiler.rows == [1024, 16, 8]
-
-    def refuse(lowered):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 7 bytes")
-
-    assert evaluation_memory.of(one, limit, compile=refuse).largest == 0
 
 
 # ---- generation
