@@ -179,23 +179,6 @@ def test_memory_is_what_the_first_process_s_compiler_says(root, measure, second)
         micro_batch_search.measure(program, widths, 2)
 
 
-def test_step_that_the_compiler_finds_too_large_does_not_fit(root, measured):
-    program = make_program(root, train__global_batch=6)
-    asked = []
-
-    def compile(lowered):
-        asked.append(lowered)
-        if len(asked) == 1:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes")
-        return lowered.compile()
-
-    found = micro_batch_search.largest_micro_batch(
-        program, program.recipe.batch_widths(), MemoryLimit(10**12, 0.8), compile=compile
-    )
-    assert found == measured[2]
-    assert len(asked) > 1
-
-
 class Watch:
     """Runs each compiled part of a step and keeps the bytes alive on a device at its fullest."""
 
