@@ -10,7 +10,7 @@ from configs import base
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.core.eval_rows import PROMPT_FIELDS
-from lw_jax.core.types import EXACT, Example, Task
+from lw_jax.core.types import Example
 from lw_jax.data import batches, prompt_tokens, question_cards
 from lw_jax.data.prompt_tokens import Layout, Reader
 
@@ -165,28 +165,6 @@ def test_anchor_with_trailing_space_drops_exactly_the_answers_that_merge_with_it
     assert (list(encoded.examples), encoded.counts["boundary"]) == (clean, len(merging))
     with pytest.raises(UserError, match=rf"none of {len(merging)} .*prompt\.anchor.*'{merging[0].id}'.*'\\nAnswer: '"):
         batches.encode(merging, layout=spec)
-
-
-class Greedy(Bytes):
-    """Byte ids, but "yz" is one id when the text holds an "@": the answer's ids depend on the context."""
-
-    begin, eos, pad = (), 257, 256
-
-    def encode_batch(self, texts):
-        return [self.encode(text) for text in texts]
-
-    def encode(self, text):
-        merged = text.replace("yz", "\x01") if "@" in text else text
-        return list(merged.encode())
-
-
-def test_answer_split_differently_under_the_text_prompt_is_dropped_and_counted():
-    asked = [Example("plain", "c", "q?", ("yz",)), Example("mail", "c@c", "q?", ("yz",))]
-    spec = layout(readers={"g": Reader(Greedy(), "plain")})
-    assert batches.encode(asked, layout=spec).counts["boundary"] == 0
-    encoded = batches.encode(asked, layout=spec, rows=("text",))
-    assert [e.id for e in encoded.examples] == ["plain"]
-    assert (encoded.counts["given"], encoded.counts["kept"], encoded.counts["boundary"]) == (2, 1, 1)
 
 
 def test_none_keeps_the_question_and_truncated_the_first_slots_tokens_too(batch):
@@ -350,18 +328,6 @@ def test_beginning_alone_is_read_and_gives_what_the_whole_row_gives(monkeypatch,
         found.append((encoded.digest(), encoded.counts, source.seen))
     (*whole, all_of_it), (*cut, seen) = found
     assert cut == whole and seen < all_of_it / 2
-
-
-def test_channel_says_how_each_example_is_sent_whole_unless_it_is_given():
-    encoded = batches.encode(CARDS[:5], layout=layout())
-    whole = encoded.collate([3, 0])
-    assert whole["source"]["channel"].tolist() == [[7, WIDTH, EXACT]] * 2
-    drawn = np.array([[2, 3, 4], [5, 1, 16]], np.int32)
-    for batch in (whole, encoded.collate([3, 0], channel=drawn)):
-        for fields in batch["readers"].values():
-            np.testing.assert_array_equal(fields["channel"], batch["source"]["channel"])
-            assert fields["task"] == Task("answer")
-    assert batch["source"]["channel"].tolist() == drawn.tolist() and batch["source"]["channel"].dtype == np.int32
 
 
 def test_text_of_several_windows_is_as_wide_as_whole_windows_and_limited_by_them():
