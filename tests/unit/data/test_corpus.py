@@ -107,15 +107,6 @@ def test_tokenizer_and_content_each_have_a_corpus_of_their_own(tmp_path, source)
     np.testing.assert_array_equal(everything(longer), expected([*KEPT, "more"]))
 
 
-def test_documents_begin_as_the_texts_that_a_model_will_continue(tmp_path, source, tiny):
-    begun = ByteTokenizer(begin=(256, 7))
-    packed = pack(source, begun, root=tmp_path)
-    ids = [i for text in KEPT for i in (256, 7, *text.encode(), EOS)]
-    np.testing.assert_array_equal(everything(packed), ids)
-    assert packed.folder != pack(source, ByteTokenizer(), root=tmp_path).folder
-    assert pack(source, begun, root=tmp_path).folder == packed.folder
-
-
 @pytest.mark.parametrize("text", ["b", "b</a>", "<a>b", "<a>b</a>\n\n", "<a>b</a> <a>c</a>"])
 def test_document_s_own_marks_are_not_doubled(tmp_path, text):
     backend = Backend(models.BPE({t: i for i, t in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet())])}, []))
