@@ -82,13 +82,6 @@ def test_turns_keep_all_that_they_have_and_rows_what_the_template_reads(tmp_path
     assert pair.values == {"tools": [{"name": "f"}], "x": 1}
 
 
-def test_two_calls_are_two_replies_and_two_prompts(tmp_path):
-    calls = [[{"function": {"name": name}}] for name in "fg"]
-    row = TALK | {"chosen": [CHOSEN | {"tool_calls": calls[0]}], "rejected": [CHOSEN | {"tool_calls": calls[1]}]}
-    assert read_rows(tmp_path, row)
-    assert len({prompt_key((USER, CHOSEN | {"tool_calls": one})) for one in calls}) == 2
-
-
 BROKEN = [
     ([1], ""),
     ({"prompt": "p", "rejected": "b"}, "chosen"),
