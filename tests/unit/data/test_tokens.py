@@ -91,12 +91,6 @@ def test_begin_is_what_the_tokenizer_itself_prepends(tmp_path, pre, add_bos, beg
     assert tokenizer.encode("h") == [TOKENS.index("h")]
 
 
-def test_batches_are_encoded_as_single_texts(gguf):
-    texts = ["hi he", "", "12 hi"]
-    assert gguf.encode_batch(texts) == [gguf.encode(text) for text in texts]
-    assert [ids.tolist() for ids in gguf.encode_arrays(texts)] == gguf.encode_batch(texts)
-
-
 def test_chat_is_rendered_with_generation_prompt_and_a_fixed_date(gguf):
     assert gguf.render_chat("hi", system="be").startswith("<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\nhi")
     assert gguf.render_chat("hi").endswith("<|im_start|>assistant\n26 Jul 2024")
