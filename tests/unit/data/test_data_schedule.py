@@ -11,7 +11,7 @@ import pytest
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Example
 from lw_jax.data.batches import Encoded, Field
-from lw_jax.data.data_schedule import DataSchedule, Phase, example_shapes, refuse_small
+from lw_jax.data.data_schedule import DataSchedule, Phase, refuse_small
 from lw_jax.data.loader import Loader
 
 BATCH = 6
@@ -106,13 +106,6 @@ def test_restored_in_the_middle_of_a_stage_the_batches_are_the_same(at):
         expected = next(first)
         np.testing.assert_equal(next(again), expected)
         np.testing.assert_array_equal(next(half)["source"]["channel"], expected["source"]["channel"][BATCH // 2 :])
-
-
-def test_streams_are_listed_once_with_a_batch_of_each_shape():
-    assert [one.task for one in COURSE.streams] == ["reconstruct", "answer", "continuation"]
-    assert COURSE.sizes() == [17, 23, 7]
-    assert [task_of(one) for one in COURSE.shapes()] == ["reconstruct", "answer", "continuation"]
-    assert example_shapes(COURSE.shapes()[0])["source"]["channel"].shape == (3,)
 
 
 def test_stream_smaller_than_a_batch_is_refused_with_its_task_and_numbers():
