@@ -390,13 +390,3 @@ def test_score_comes_to_the_checkpoint_afterwards_and_decides_the_best(tmp_path)
     assert (newest.step, newest.metrics, newest.note) == (4, {}, "")
     assert (best.step, best.metrics, best.note) == (2, {"nll": 1.0}, "")
     assert_same_bits(best.state, make_state(value=2))
-
-
-def test_score_that_cannot_be_written_leaves_the_checkpoint_whole(tmp_path, monkeypatch):
-    with Checkpointer(tmp_path, keep=1, identity=IDENTITY) as checkpointer, monkeypatch.context() as patch:
-        checkpointer.save(3, make_state(), data={}, wait=True)
-        patch.setattr(os, "fsync", failing(errno.ENOSPC))
-        with pytest.raises(UserError, match="No space left"):
-            checkpointer.add_score(3, 1.0)
-    restored = restore(tmp_path)
-    assert (restored.step, restored.metrics, restored.note) == (3, {}, "")
