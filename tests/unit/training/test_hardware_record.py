@@ -4,17 +4,12 @@ import json
 from typing import Any
 
 import jax
-import pytest
 
 from configs import base
-from lw_jax import recipes
-from lw_jax.commands import train
 from lw_jax.core import config
-from lw_jax.planning import gpus
 from lw_jax.training import hardware_record
 from sharding import mesh as meshes
 from sharding import placement
-from tests import tiny
 
 CFG = config.build(base.get_config())
 
@@ -33,19 +28,3 @@ def test_resumed_run_keeps_its_record_and_begins_anew_on_other_devices(tmp_path)
     found = write(tmp_path, data=5)
     assert (found["since_step"], found["devices"]) == (70, 5) and found["since_time"] > 0
     assert write(tmp_path, data=5) == found
-
-
-def test_train_records_the_card_that_the_runtime_reports(tmp_path, tmp_path_factory, monkeypatch) -> None:
-    class Stop(Exception):
-        pass
-
-    def stop(*_: object) -> None:
-        raise Stop
-
-    cfg = tiny.make_config(tmp_path_factory.getbasetemp() / "readers", mesh__placement="single")
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(gpus, "of_device", lambda device: gpus.CARDS["h100"])
-    monkeypatch.setattr(recipes, "make", stop)
-    with pytest.raises(Stop):
-        train.main(cfg, tmp_path)
-    assert hardware_record.read(tmp_path).card == "h100"
