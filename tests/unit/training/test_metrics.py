@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from lw_jax.core import progress
 from lw_jax.training import metrics
 
 
@@ -88,16 +87,3 @@ def test_clock_leaves_the_compiling_step_out_and_claims_no_pace_where_no_step_pa
     assert clock.lap(25) == (2.0, 2.0 * 35), "the seconds before the empty lap count"
     now[0] += 20
     assert clock.lap(30) == (4.0, 28 / 9 * 30)  # this lap's pace; the time left by the average
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (math.nan, "-"),
-        (59.6, "1m 00s"),
-        (3599.7, "1h 00m"),
-        (7500, "2h 05m"),
-    ],
-)
-def test_duration_reads_as_people_say_it(seconds, text):
-    assert progress.duration(seconds) == text
