@@ -157,15 +157,6 @@ def test_row_is_logged_once_whatever_is_taken_again(libraries, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "ends"),
-    [(0, [0, "FINISHED"]), (REQUEUE, ["preempting", REQUEUE, "KILLED"]), (1, [1, "FAILED"])],
-)
-def test_run_ends_there_as_it_ended_here(libraries, tmp_path, code, ends):
-    sinks.Services(make_config(*BOTH), tmp_path).close(code)
-    assert libraries.ends == ends
-
-
-@pytest.mark.parametrize(
     ("name", "call", "kind"),
     [("wandb", "log", Standin.Error), ("wandb", "log", ConnectionResetError), ("mlflow", "log_batch", OSError)],
 )
