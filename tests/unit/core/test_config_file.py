@@ -120,17 +120,6 @@ def test_impossible_override_is_refused_in_one_short_line(path: str, text: str, 
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 2000
 
 
-def test_origin_of_every_value_is_known() -> None:
-    values = base.get_config()
-    values.train.steps = 7
-    values.llms.llama = base.llm("x")
-    origins = config_file.trace(base.get_config(), values, {"seed": "0"})
-    assert origins["train.steps"] == origins["llms.llama.source"] == "config"
-    assert origins["train.log_every"] == "base"
-    assert origins["seed"] == "command line"
-    assert set(origins) == set(config_file.flatten(values))
-
-
 def test_values_set_aside_are_the_bases_again_and_told() -> None:
     defaults, values = base.get_config(), base.get_config()
     values.mesh.placement, values.train.steps = "split", 7
