@@ -1,29 +1,9 @@
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from lw_jax.core import environment
 from lw_jax.core.errors import UserError
-
-PROJECT = Path(__file__).resolve().parents[3]
-WITHOUT_DRIVER = not any(Path(file).exists() for file in environment.DRIVER_FILES)
-
-
-def _run(code: str, **changes: str) -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")} | changes
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=PROJECT, check=False
-    )
-
-
-@pytest.mark.skipif(not WITHOUT_DRIVER, reason="an NVIDIA driver is here")
-def test_start_without_a_driver_is_silent_and_on_the_cpu() -> None:
-    code = "from lw_jax.core import environment; environment.hide_idle_cuda(); import jax; print(jax.default_backend())"
-    done = _run(code)
-    assert (done.stdout, done.stderr) == ("cpu\n", "")
 
 
 def test_programs_elsewhere_get_the_user_s_own_environment(monkeypatch):
