@@ -46,16 +46,3 @@ def test_file_system_without_locks_is_named_with_its_remedy(tmp_path: Path, monk
     with pytest.raises(UserError, match="ENOLCK.*LW_JAX_CACHE") as caught:
         store.fill([b"k" * 16], lambda _: {}, batch=1)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_lock_that_another_has_is_told_once_and_waited_for(tmp_path: Path, monkeypatch) -> None:
-    held, waited = [fcntl.LOCK_EX | fcntl.LOCK_NB], []
-
-    def refuse_first(_: object, how: int) -> None:
-        if how in held:
-            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        assert how == fcntl.LOCK_EX
-
-    monkeypatch.setattr(fcntl, "flock", refuse_first)
-    with files.locked(tmp_path / "lock", waiting=lambda: waited.append(1)):
-        assert waited == [1]
