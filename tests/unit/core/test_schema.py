@@ -38,11 +38,6 @@ def test_every_fault_is_one_line_with_place_and_remedy(text: bytes, named: str) 
     assert named in message and "\n" not in message and len(message) < 300
 
 
-def test_valid_data_is_typed() -> None:
-    row: Row = schema.decode(b'{"name": "a\\ud83d\\ude00", "parts": [3, 5]}', Row, where="", remedy="")
-    assert row == Row("a\U0001f600", parts=(3, 5))
-
-
 def test_large_and_unreadable_files_are_refused_before_they_are_read(tmp_path) -> None:
     file = tmp_path / "config.json"
     file.write_bytes(b'{"name": "' + b"a" * 100 + b'"}')
