@@ -26,12 +26,6 @@ def test_flattened_paths_come_back_as_the_same_tree():
     np.testing.assert_array_equal(back["layers"]["q"], make()["layers"]["q"])
 
 
-@pytest.mark.parametrize("paths", [("a", "a/b"), ("a/b", "a")])
-def test_path_that_is_leaf_and_folder_is_refused(paths):
-    with pytest.raises(ValueError, match="a leaf"):
-        tree.unflatten_paths(dict.fromkeys(paths, 0))
-
-
 def test_sizes_count_elements_and_bytes_once_whatever_the_tree_is_of():
     placed = jax.device_put(make(), jax.NamedSharding(meshes.make(), P()))
     for some in (make(), placed, jax.eval_shape(lambda: jax.tree.map(jnp.asarray, make()))):
