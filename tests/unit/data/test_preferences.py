@@ -194,12 +194,6 @@ def test_missing_eos_where_a_template_writes_no_terminator(load):
     assert whole(pair)[0] == [*tokenizer.encode("user: hi he\nassistant: hey you"), tokenizer.eos]
 
 
-def test_reply_of_several_turns_is_ended_by_the_last(qwen):
-    pair = dataclasses.replace(talk(), chosen=(turn("assistant", "hey"), turn("assistant", "you")))
-    expected = qwen.encode("hey<|im_end|>\n<|im_start|>assistant\nyou<|im_end|>")
-    assert encode_one(qwen, pair).chosen.tolist() == expected
-
-
 # --- BOS ---
 
 
