@@ -9,21 +9,9 @@ from lw_jax.core.errors import UserError
 from lw_jax.hub import families, weights
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.rotary import Llama3Scaling, LongRope
+from tests import tiny
 
-LLAMA = DecoderConfig(
-    vocab=101,
-    width=22,
-    layers=3,
-    heads=6,
-    kv_heads=2,
-    head_dim=10,
-    ffn=37,
-    rope_theta=5e5,
-    norm_eps=1e-5,
-    max_positions=59,
-    tied=True,
-    qkv_bias=False,
-)
+LLAMA = dataclasses.replace(tiny.DECODER, tied=True, qkv_bias=False)
 LLAMA31 = dataclasses.replace(LLAMA, tied=False, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))
 QWEN = dataclasses.replace(LLAMA, qkv_bias=True)
 PHI3 = dataclasses.replace(LLAMA, window=19)
@@ -114,23 +102,16 @@ def test_missing_rotary_field_is_refused_though_transformers_fills_it(tmp_path, 
 
 # What transformers 4 writes besides a class's own fields, with its defaults; and what others leave in published files.
 OLD = {
-    "_attn_implementation_autoset": True,
     "_name_or_path": "here",
     "add_cross_attention": False,
     "id2label": {"0": "LABEL_0"},
     "is_encoder_decoder": False,
     "max_length": 4096,
-    "output_attentions": False,
     "pretraining_tp": 1,
     "pruned_heads": {},
     "quantization_config": None,
-    "rope_scaling": None,
-    "sliding_window": None,
     "temperature": 0.6,
-    "torch_dtype": "float32",
-    "use_bfloat16": False,
     "use_sliding_window": False,
-    "of_a_later_version": False,
     "also_of_a_later_version": [],
 }
 UNSAID = dict.fromkeys(("hidden_act", "attention_bias", "tie_word_embeddings", "original_max_position_embeddings"))
