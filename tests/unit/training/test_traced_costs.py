@@ -49,16 +49,6 @@ def test_elementwise_values_take_no_memory_unless_a_product_or_the_caller_takes_
     assert (summed.peak, summed.moved) == (result + 4, result + 2 * 4)
 
 
-def test_what_a_fused_value_comes_from_lives_until_it_is_used():
-    def late(a, b):
-        first = a @ b
-        small = jnp.exp(first)
-        second = a @ (b + 1.0)
-        return jnp.sum(small + second)
-
-    assert trace(late, A, B).peak == 2 * 4 * 7 * 13 + 4 * 11 * 13, "both products, and the second one's factor"
-
-
 def test_a_loop_runs_so_often_and_copies_what_its_steps_cut_from_stacks():
     stack = jax.ShapeDtypeStruct((5, 11, 11), jnp.float32)
 
@@ -71,10 +61,3 @@ def test_a_loop_runs_so_often_and_copies_what_its_steps_cut_from_stacks():
     assert found.loops == (Loop(5, reverse=False, bytes=4 * 7 * 11, times=1),)
     twice = trace(lambda x, stack: jax.lax.scan(lambda x, _: (scanned(x, stack), None), x, length=2)[0], A, stack)
     assert twice.flops == 2 * found.flops
-
-
-def test_of_a_condition_the_larger_branch_counts():
-    def either(flag, a, b):
-        return jax.lax.cond(flag, lambda: (a @ b) * 2.0 + 1.0, lambda: jnp.zeros((7, 13)))
-
-    assert trace(either, jax.ShapeDtypeStruct((), bool), A, B).flops == 2 * 7 * 11 * 13
