@@ -218,23 +218,18 @@ def machine(monkeypatch):
     return build
 
 
-def test_card_is_found_by_the_drivers_uuid(machine):
+def test_card_or_its_part_is_found_by_the_drivers_uuid(machine):
     # CUDA_VISIBLE_DEVICES=2,1 of four cards: ordinal 0 is the third card for NVML, ordinal 1 its second.
-    reported = machine(Board({f"GPU-{uuid(card)}": 10 * card for card in range(4)}), Driver(2, 1))
+    cards = {f"GPU-{uuid(card)}": 10 * card for card in range(4)} | {f"MIG-{uuid(7)}": 30}
+    reported = machine(Board(cards), Driver(2, 1, 7))
     memory = {"bytes_in_use": 3, "peak_bytes_in_use": 5, "bytes_limit": 7, "largest_alloc_size": 2}
     # The second process of a node: JAX's numbers go on, the driver's begin at 0.
-    read = device_monitor.Devices([Card(8, 0, memory=memory), Card(9, 1)], reported.append)
+    read = device_monitor.Devices([Card(8, 0, memory=memory), Card(9, 1), Card(10, 2)], reported.append)
     assert read() == [
         Reading("gpu8", 3, 5, 7, card_bytes=20 * GB, utilisation=0.2, celsius=40, watts=312.5),
         Reading("gpu9", card_bytes=10 * GB, utilisation=0.1, celsius=40, watts=312.5),
+        Reading("gpu10", card_bytes=30 * GB, celsius=40, watts=312.5),  # a MIG instance has no utilisation
     ]
-    assert reported == []
-
-
-def test_mig_instance_reports_the_measures_it_has(machine):
-    reported = machine(Board({f"GPU-{uuid(1)}": 90, f"MIG-{uuid(3)}": 30}), Driver(3))
-    (reading,) = device_monitor.Devices([Card(0, 0)], reported.append)()
-    assert (reading.utilisation, reading.card_bytes) == (None, 30 * GB)
     assert reported == []
 
 
