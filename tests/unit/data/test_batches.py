@@ -342,24 +342,6 @@ def test_text_of_several_windows_is_as_wide_as_whole_windows_and_limited_by_them
     assert bytes(valid(cut.collate([0])["source"], 0)).decode() == LONG.context[:300]
 
 
-class Mute(Bytes):
-    """Byte ids; spaces and a soft hyphen become nothing, as in tokenizers that normalise."""
-
-    begin, eos, pad = (), 257, 256
-
-    def encode_batch(self, texts):
-        return [list(text.replace(" ", "").replace("\u00ad", "").encode()) for text in texts]
-
-
-def test_answer_without_a_token_is_dropped_counted_and_named():
-    asked = [Example("some", "c", "q?", ("yes",)), Example("none", "c", "q?", ("\u00ad",))]
-    spec = layout(readers={"m": Reader(Mute(), "plain")})
-    encoded = batches.encode(asked, layout=spec)
-    assert [e.id for e in encoded.examples] == ["some"] and encoded.counts["nothing"] == 1
-    with pytest.raises(UserError, match="'none': answer .*reader 'm'"):
-        batches.encode(asked[1:], layout=spec)
-
-
 def test_shuffled_sends_another_example_s_context_and_changes_nothing_else():
     twice = [CARDS[0], dataclasses.replace(CARDS[0], id="same card"), *CARDS[1:5]]
     encoded = batches.encode(twice, layout=layout())
