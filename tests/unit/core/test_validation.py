@@ -27,15 +27,11 @@ BAD = [
     ("seed", -1, {}),
     ("recipe", "latentwir", {}),
     ("llms.llama.source", "", {}),
-    ("llms.llama.source", "selfmade:gemma", {}),
     ("llms.llama.sha256", "12ab", {}),
     ("encoder.source", "", {}),
     ("encoder.source", "folder/encoder", {"encoder.kind": "bytes"}),
-    ("encoder.states", 2, {"encoder.kind": "bert"}),
     ("encoder.mask", "causal", {"encoder.kind": "bert"}),
-    ("encoder.rank", 4, {"encoder.kind": "bert"}),
     ("encoder.states", 2, {"adapter.kind": "kv"}),
-    ("encoder.states", 2, {"encoder.pooling": "rare"}),
     ("encoder.slots", 0, {}),
     ("encoder.slots", 17, {"encoder.window": 16}),
     ("prompt.system", "Be short.", {}),
@@ -63,7 +59,6 @@ BAD = [
     ("stages.answer.bits", (3,), {}),
     ("data.held_out", 0.1, {}),
     ("stages.answer.slots", (33,), {}),
-    ("stages.answer.ratios", (4, 4), {}),
     ("stages.answer.ratios", (4,), {"stages.answer.slots": (8,)}),
 ]  # fmt: skip
 
