@@ -185,22 +185,6 @@ def test_planned_batch_has_the_fields_of_a_real_one_and_validation_one_question(
     assert recipe.validation_widths() == plain.batch_widths() == plain.validation_widths()
 
 
-@pytest.mark.parametrize(
-    ("tokens", "changes", "task"),
-    [
-        (92, {}, "answer"),  # a row of questions has more positions
-        (44, {}, "reconstruct"),
-        (92, {"compute__logits_chunk": 0}, "reconstruct"),  # its targets are more than half of a row
-        (104, {"compute__logits_chunk": 0}, "answer"),
-        (44, {"loss__kl": 1.0, "loss__teacher_k": 0}, "answer"),  # the reader with the text reads all of it
-    ],
-)
-def test_planned_batch_is_the_largest_of_all_stages(make, tokens, changes, task):
-    long = {"stages__pretrain__share": 0.5, "stages__pretrain__lengths": (48,)}
-    planned = make(**long, **changes, data__packed_tokens=tokens).batch_widths()
-    assert planned["readers"]["llama"]["task"].name == task
-
-
 def test_a_row_has_room_for_the_longest_question_with_its_answer(make):
     cfg = make().cfg
     with pytest.raises(UserError, match=r"config\.data\.packed_tokens = 70"):
