@@ -15,15 +15,6 @@ def write(path, steps, **options):
     return [row["step"] for row in metrics.read(path)]
 
 
-def test_rows_are_appended_as_json_lines(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    log = metrics.MetricsLog(path)
-    log.write(3, {"train/loss": 0.5, "examples": 24})
-    assert path.read_text() == '{"step": 3, "train/loss": 0.5, "examples": 24}\n', "written at once"
-    log.write(4, {"train/loss": 0.25})
-    assert metrics.read(path) == [{"step": 3, "train/loss": 0.5, "examples": 24}, {"step": 4, "train/loss": 0.25}]
-
-
 def test_resumed_run_drops_what_it_will_do_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 8))
