@@ -11,7 +11,7 @@ import jax
 import pytest
 from jax.experimental import multihost_utils
 
-from lw_jax.core import process_start, processes, runtime
+from lw_jax.core import processes, runtime
 from lw_jax.core.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -112,15 +112,6 @@ def test_sigterm_before_the_first_step_asks_for_a_requeue_at_once():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == runtime.REQUEUE
     assert done.stderr.strip().startswith("stopped on request") and done.stderr.strip().count("\n") == 0
-
-
-def test_handler_of_the_start_is_put_back(handlers):
-    with process_start.at_once():
-        assert signal.getsignal(signal.SIGTERM) is not handlers[signal.SIGTERM]
-        with runtime.Preemption() as preemption:
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert preemption.requested(1)
-    assert signal.getsignal(signal.SIGTERM) is handlers[signal.SIGTERM]
 
 
 def test_several_processes_agree_on_stops_from_the_loop_on(handlers, monkeypatch):
