@@ -1,14 +1,11 @@
 """lw_jax/data/windows.py: windows of a corpus as a stream, in the order of a seed, with a rate that warms up."""
 
-import json
-
 import jax
 import numpy as np
 import pytest
 
 from lw_jax.core.types import Task
 from lw_jax.data.corpus import Span, pack
-from lw_jax.data.loader import Loader
 from lw_jax.data.tokens import ByteTokenizer
 from lw_jax.data.windows import WarmupSchedule, Windows
 
@@ -24,10 +21,6 @@ def packed(tmp_path):
 @pytest.fixture
 def windows(packed):
     return Windows(packed.split(0.25, length=LENGTH)[0], LENGTH, "lm")
-
-
-def loader(windows, **processes):
-    return Loader(WarmupSchedule.of(windows, warmup=10, start=0.2), global_batch=BATCH, seed=3, **processes)
 
 
 def test_windows_are_the_tokens_of_their_span_each_target_once(packed):
@@ -68,15 +61,6 @@ def test_last_window_needs_a_target_for_its_last_input(packed):
 
 
 # --- order and pace
-
-
-def test_restored_loader_goes_on_with_the_same_batches_and_rates(windows):
-    first, again = loader(windows), loader(windows)
-    for _ in range(4):
-        next(first)
-    again.restore(json.loads(json.dumps(first.state())))
-    for _ in range(9):
-        np.testing.assert_equal(next(again), next(first))
 
 
 def test_rate_rises_evenly_to_one_and_stays(windows):
