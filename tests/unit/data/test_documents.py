@@ -156,9 +156,6 @@ def test_identity_of_docstrings_follows_python_and_the_library(library, monkeypa
     assert identify("docstrings") == first
     monkeypatch.setattr(sys, "version", "2.7")
     assert identify("docstrings") != first
-    monkeypatch.undo()
-    assert identify("docstrings") != first  # the real library
-    assert sum(map(len, texts("docstrings"))) > 1e6
 
 
 # --- data sets
