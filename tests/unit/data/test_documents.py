@@ -151,7 +151,7 @@ def test_docstrings_are_cleaned_and_in_the_order_of_the_file(library):
     assert texts("docstrings") == ["of a\n\nof g\n\nof h", "of f\n\nof C\n\nMore.\n\n  deeper"]
 
 
-def test_identity_of_docstrings_follows_python_and_the_library(library, monkeypatch):
+def test_identity_of_docstrings_follows_python(library, monkeypatch):
     first = identify("docstrings")
     assert identify("docstrings") == first
     monkeypatch.setattr(sys, "version", "2.7")
