@@ -14,14 +14,14 @@ from sharding import placement
 CFG = config.build(base.get_config())
 
 
-def write(folder, *, data: int, card: str = "") -> dict[str, Any]:
+def write(folder, *, data: int) -> dict[str, Any]:
     mesh = meshes.make(data=data, model=1, devices=jax.devices()[:data])
-    hardware_record.write(folder, CFG, placement.one_mesh(mesh, ["llama"]), card=card)
+    hardware_record.write(folder, CFG, placement.one_mesh(mesh, ["llama"]), card="h100")
     return json.loads((folder / hardware_record.FILE).read_text())
 
 
 def test_resumed_run_keeps_its_record_and_begins_anew_on_other_devices(tmp_path) -> None:
-    first = write(tmp_path, data=1, card="h100")
+    first = write(tmp_path, data=1)
     assert (first["kind"], first["card"], first["hosts"]) == (jax.devices()[0].device_kind, "h100", 1)
     (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 70}\n')
     assert write(tmp_path, data=1)["since_step"] == 0
