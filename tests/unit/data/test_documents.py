@@ -32,12 +32,6 @@ def write_rows(path, rows):
     return path
 
 
-def test_text_file_is_one_document_with_every_character_of_it(tmp_path):
-    (tmp_path / "a.txt").write_bytes(TEXT.encode())
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf" + TEXT.encode()))
-    assert texts(tmp_path / "a.txt") == texts(tmp_path / "b.txt.gz") == [TEXT]
-
-
 @pytest.mark.parametrize("size", [5, 41, 10_000])
 def test_pieces_end_with_a_line_or_before_a_word_and_only_the_last_ends_the_document(tmp_path, monkeypatch, size):
     monkeypatch.setattr(documents, "PIECE", size)
