@@ -68,17 +68,13 @@ REFUSED = [
     {"hidden_act": "gelu"},
     {"is_encoder_decoder": True},
     {"ttt_layer_type": "conv"},
-    {"pre_conv": "true"},
     {"share_qk": 1},
     {"mini_batch_size": 0},
     {"conv_kernel": True},
     {"ttt_base_lr": float("nan")},
     {"rope_theta": 0},
-    {"rms_norm_eps": float("inf")},
     {"vocab_size": "37"},
     {"num_hidden_layers": 10**9},
-    {"hidden_size": None},
-    {"num_attention_heads": 5},
     {"num_attention_heads": 4},  # heads of width 3
 ]
 
