@@ -80,6 +80,13 @@ def test_continuations_are_pieces_that_follow_each_other_in_one_document(documen
     assert passages.continuations([*documents, documents[0]], LENGTH, tokenizer) == found
 
 
+def test_continuation_of_a_short_document_is_its_second_half(documents, tokenizer):
+    (only,) = passages.continuations(documents[:1], 500, tokenizer)
+    assert f"{only.context} {only.answers[0]}".split() == documents[0].split()
+    sizes = [len(tokenizer.encode(text)) for text in (only.context, only.answers[0])]
+    assert abs(sizes[0] - sizes[1]) < 0.3 * sum(sizes)
+
+
 @pytest.mark.parametrize("task", ["reconstruct", "continuation"])
 def test_targets_are_the_text_s_tokens_and_only_a_repeated_text_ends(recipe, documents, tokenizer, task):
     make = passages.reconstructions if task == "reconstruct" else passages.continuations
