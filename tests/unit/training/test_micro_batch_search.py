@@ -67,7 +67,7 @@ def test_search_finds_what_trying_every_size_finds_in_few_tries(shape):
         assert shape != "affine" or len(tried) <= 5
 
 
-@pytest.mark.parametrize("word", ["RESOURCE_EXHAUSTED: Out of memory", "INTERNAL: CUDA_ERROR_OUT_OF_MEMORY"])
+@pytest.mark.parametrize("word", ["RESOURCE_EXHAUSTED: Out of memory", "INTERNAL: Failed: out of memory"])
 def test_errors_of_memory_become_out_of_memory_in_a_line(word):
     with pytest.raises(out_of_memory.OutOfMemory, match=word.split(":")[0]) as caught, out_of_memory.detect():
         raise jax.errors.JaxRuntimeError(word + "\n" + "details " * 200)
