@@ -41,16 +41,14 @@ class Predicted:
         except gpus.CompilerAbsent as error:
             raise UserError(str(error)) from error
         self.plan = planner.make(cfg, target)
-        best = self.plan["chosen"]
-        if best is None:
-            raise UserError(f"--target {target}: {self.plan['why']}")
+        if self.plan.chosen is None:
+            raise UserError(f"--target {target}: {self.plan.why}")
+        self.best = best = self.plan.chosen
         sizes = recipes.reader_bytes(cfg)
-        self.placement = placements.place(
-            best["strategy"], sizes, data=best["data"], model=best["model"], devices=devices
-        )
+        self.placement = placements.place(best.strategy, sizes, data=best.data, model=best.model, devices=devices)
         card = self.target.card
         room = memory_limit.of_devices(cfg, card.memory_bytes)
-        self.cfg = decode_layout.resolve_layers(config.with_remat(cfg, best["remat"]), self.placement, room)
+        self.cfg = decode_layout.resolve_layers(config.with_remat(cfg, best.remat), self.placement, room)
         self.recipe: Any = recipes.make(self.cfg, self.placement, outline=True)
         dtype = workload.arithmetic(cfg, self.placement.platform)
         self.ceilings = Ceilings(dtype, card.peak[_WORDS[dtype]], card.bandwidth)
@@ -75,26 +73,26 @@ class Predicted:
 
     def step(self) -> list[Row]:
         """Returns what the plan says of the step."""
-        best, work = self.plan["chosen"], workload.step_flops(self.cfg)
-        seconds, batch = best["step_seconds"], self.cfg.train.global_batch
+        best, work = self.best, workload.step_flops(self.cfg)
+        seconds, batch = best.step_seconds, self.cfg.train.global_batch
         if seconds is None:
-            raise UserError(f"--target {self.plan['target']}: {self.plan['untimed']}")
+            raise UserError(f"--target {self.plan.target}: {self.plan.untimed}")
         unit, each = self.recipe.unit
         return [
             Row(
                 "step",
                 self.cfg.recipe,
-                f"{batch} samples = {best['micro_batch']} a device x {self.placement.data} x {best['accumulation']} "
-                f"accumulated, remat {best['remat']}, placement {best['strategy']} {best['mesh']}",
+                f"{batch} samples = {best.micro_batch} a device x {self.placement.data} x {best.accumulation} "
+                f"accumulated, remat {best.remat}, placement {best.name}",
                 predicted_seconds=seconds,
                 samples_per_second=batch / seconds,
                 tokens_per_second=batch * each / seconds if unit == "tokens" else None,
                 flops=work,
-                of_matmul=work / (seconds * self.ceilings.matmul * best["devices_used"]),
-                peak_bytes=best["peak_bytes"],
+                of_matmul=work / (seconds * self.ceilings.matmul * best.devices_used),
+                peak_bytes=best.peak_bytes,
                 peak_from="compiled",
-                compiled_flops=best["flops"],
-                compiled_bytes=best["moved_bytes"],
+                compiled_flops=best.flops,
+                compiled_bytes=best.moved_bytes,
             )
         ]
 

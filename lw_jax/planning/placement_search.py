@@ -10,19 +10,19 @@ from lw_jax.core.config import REMATS, Config
 from lw_jax.core.progress import phase
 from lw_jax.core.types import Tree
 from lw_jax.planning import estimate as estimates
-from lw_jax.planning import hlo_counts, roofline
+from lw_jax.planning import hlo_counts, plans, roofline
 from lw_jax.planning.estimate import Estimate
-from lw_jax.planning.gpus import Target
+from lw_jax.planning.hardware import Hardware
+from lw_jax.planning.plans import Guess, StepCandidate
 from lw_jax.planning.roofline import Times
 from lw_jax.training import micro_batch_search, out_of_memory
-from lw_jax.training.memory import Compile, StepMemory, bytes_of, compile_here, placed_bytes
+from lw_jax.training.memory import StepMemory, bytes_of, placed_bytes
 from lw_jax.training.memory_limit import MemoryLimit
 from lw_jax.training.recipe import Recipe
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
 from sharding import placement as placements
 from sharding.errors import PlacementError
-from sharding.mesh import Device
 from sharding.placement import Placement
 
 # A micro-batch of this size saturates a GPU's matmuls (their rows are examples x positions): where the card's speed is
@@ -31,24 +31,7 @@ ENOUGH = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Hardware:
-    """Devices to plan for, present or absent.
-
-    Attributes:
-        devices: the devices, or stand-ins of `gpus.compile_devices` that programs can be compiled for.
-        room: memory of one device and the share of it to use; None where the runtime reports no memory.
-        target: card and nodes, for the roofline; None where the card's peak rates are not known.
-        compile: turns a lowered program into a compiled one; None plans by arithmetic only.
-    """
-
-    devices: Sequence[Device]
-    room: MemoryLimit | None
-    target: Target | None = None
-    compile: Compile | None = compile_here
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
+class Trial:
     """One placement of the train step with one recomputation.
 
     Attributes:
@@ -83,16 +66,35 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """True where the step runs within the memory limit."""
         return self.needs is not None and not self.obstacle
 
+    def candidate(self) -> StepCandidate:
+        """Returns what a plan says of it."""
+        needs, guess, placed, found = self.needs, self.estimate, self.placement, {}
+        if placed:
+            found |= plans.layout(placed)
+        if needs and self.program:
+            cut = self.program.cut(needs.accumulation)
+            found |= {"micro_batch": needs.micro_batch, "accumulation": needs.accumulation}
+            found |= {"rows": cut.rows, "filling": cut.describe(), "peak_bytes": needs.peak}
+            found |= {"weights_bytes": needs.weights, "trainable_bytes": needs.trainable}
+            found |= {"optimizer_bytes": needs.optimizer, "batch_bytes": needs.batch}
+            found |= {"activation_bytes": needs.activations}
+        if self.times and self.program:
+            seconds, batch = self.times.total, self.program.cfg.train.global_batch
+            found |= {"seconds": self.times, "step_seconds": seconds, "samples_per_second": batch / seconds}
+        if guess:
+            seconds = guess.times.total if guess.times else None
+            found["estimate"] = Guess(guess.needs.peak, guess.flops, guess.collective_bytes, seconds)
+        for name in ("strategy", "mesh", "remat", "fits", "obstacle", "flops", "collective_bytes", "moved_bytes"):
+            found[name] = getattr(self, name)
+        return StepCandidate(**found)
 
-def choose(cfg: Config, hardware: Hardware) -> list[Candidate]:
-    """Returns every candidate; those whose weights fit are compiled (or estimated), for the longest examples."""
+
+def choose(cfg: Config, hardware: Hardware) -> list[Trial]:
+    """Returns what was tried; those whose weights fit are compiled (or estimated), for the longest examples."""
     readers, count = recipes.reader_bytes(cfg), len(hardware.devices)
-    target = hardware.target
-    hosts = target.hosts if target else len({device.process_index for device in hardware.devices})
-    found, tried = [], list(strategies(cfg, readers, count, hosts))
+    found, tried = [], list(strategies(cfg, readers, count, hardware.hosts))
     what = "compiling the training step for" if hardware.compile else "estimating"
     with phase(
         f"planning: {what} each placement of {count} device{'s' * (count > 1)}", len(tried), "placements"
@@ -101,12 +103,12 @@ def choose(cfg: Config, hardware: Hardware) -> list[Candidate]:
             if strategy == "fsdp" and any(one.strategy == "fsdp" and one.placement for one in found):
                 continue  # on more devices
             try:
-                placements.check_processes(strategy, data, model, devices=count, processes=hosts)
+                placements.check_processes(strategy, data, model, devices=count, processes=hardware.hosts)
                 placed = placements.place(strategy, readers, data=data, model=model, devices=hardware.devices)
                 placed = dataclasses.replace(placed, stands_for="gpu" if hardware.target else "")
                 found += list(_measure(cfg, placed, hardware))
             except PlacementError as error:
-                found.append(Candidate(strategy, _axes(data, model), "-", obstacle=str(error)))
+                found.append(Trial(strategy, plans.axes(data, model), "-", obstacle=str(error)))
     return found
 
 
@@ -146,7 +148,7 @@ def strategies(
         yield ("hybrid3" if count == 3 else "hybrid4"), -1, 1
 
 
-def pick(found: Sequence[Candidate]) -> Candidate | None:
+def pick(found: Sequence[Trial]) -> Trial | None:
     """Returns the fastest candidate that fits; of equally fast ones that with the fewest devices, then the least full.
 
     Times are predictions: a gain of less than 2 % does not pay for more devices. Where one of them is not known, the
@@ -156,12 +158,12 @@ def pick(found: Sequence[Candidate]) -> Candidate | None:
     times = [candidate.times for candidate in fitting if candidate.times]
     timed = len(times) == len(fitting)
 
-    def cost(candidate: Candidate) -> float:
-        return candidate.times.total if timed and candidate.times else candidate.flops
+    def cost(one: Trial) -> float:
+        return one.times.total if timed and one.times else one.flops
 
     near = 1.02 * min(map(cost, fitting), default=0.0)
 
-    def order(candidate: Candidate) -> tuple[bool, float, int, int]:
+    def order(candidate: Trial) -> tuple[bool, float, int, int]:
         assert candidate.placement is not None and candidate.needs is not None, "it fits"
         sent = 0.0 if timed else candidate.collective_bytes
         return cost(candidate) > near, sent, candidate.placement.devices, candidate.needs.peak
@@ -169,49 +171,35 @@ def pick(found: Sequence[Candidate]) -> Candidate | None:
     return min(fitting, key=order, default=None)
 
 
-def nothing_fits(
-    rows: Sequence[Mapping[str, Any]], devices: int, room: MemoryLimit, remedies: Sequence[str] = ()
-) -> str:
-    """Returns one message with each planned candidate's obstacle and the remedies."""
-    obstacles = "; ".join(f"{row['strategy']} {row['mesh']}: {row['obstacle']}" for row in rows)
-    more = "".join(f"; {line}" for line in remedies)
-    return (
-        f"no placement on {devices} devices with {bytes_of(room.usable)} each holds this configuration: {obstacles}. "
-        f"Use more or larger devices, smaller readers, or a higher mesh.target_utilisation{more}"
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class _Draft:
     """A candidate before compilation, with the estimate of its largest micro-batch that fits."""
 
-    candidate: Candidate
+    candidate: Trial
     program: StepSpec
     widths: Tree
     estimate: Estimate
 
 
-def _measure(cfg: Config, placed: Placement, hardware: Hardware) -> Iterator[Candidate]:
+def _measure(cfg: Config, placed: Placement, hardware: Hardware) -> Iterator[Trial]:
     """Yields the candidates of one placement that were compiled, the best one last.
 
     Recomputations are tried in the order of their estimates. As a rule one is compiled; a second one where a smaller
     micro-batch of the first fits than estimated, which may make it slower.
     """
-    room = hardware.room
-    assert room is not None, "planning needs the devices' memory"
-    drafts = []
+    room, drafts = hardware.limit, []
     for remat in REMATS[cfg.recipe] if cfg.compute.remat == "auto" else (cfg.compute.remat,):
         own = config.with_remat(cfg, remat)
         recipe = recipes.make(own, placed, outline=True)
         program = StepSpec(own, recipe)
         program.accumulation(cfg.train.micro_batch)  # or PlacementError: the batch does not go with the devices
-        candidate = Candidate(placed.strategy, _mesh(placed), remat, placed, program=program)
+        candidate = Trial(placed.strategy, plans.mesh_of(placed), remat, placed, program=program)
         if (whole := placed_bytes(program)) > room.usable:
             why = f"weights and optimizer alone take {bytes_of(whole)} of {bytes_of(room.usable)}"
             yield dataclasses.replace(candidate, remat="-", obstacle=why)
             return
         drafts.append(_draft(candidate, program, recipe, hardware))
-    fitting: Candidate | None = None
+    fitting: Trial | None = None
     for draft in sorted(drafts, key=lambda draft: _rank(draft, room)):
         if fitting and not _is_slower(fitting.estimate, draft.estimate):
             return
@@ -234,9 +222,8 @@ def _is_slower(one: Estimate | None, other: Estimate) -> bool:
     return bool(one and one.times and other.times and one.times.total > other.times.total)
 
 
-def _draft(candidate: Candidate, program: StepSpec, recipe: Recipe, hardware: Hardware) -> _Draft:
-    shapes, room = recipe.batch_widths(), hardware.room
-    assert room is not None, "planning needs the devices' memory"
+def _draft(candidate: Trial, program: StepSpec, recipe: Recipe, hardware: Hardware) -> _Draft:
+    shapes, room = recipe.batch_widths(), hardware.limit
     micro = program.cfg.train.micro_batch
     if not micro:
 
@@ -257,24 +244,23 @@ def _rank(draft: _Draft, room: MemoryLimit) -> tuple[bool, bool, float]:
 
 def _needs(draft: _Draft, hardware: Hardware) -> StepMemory:
     """Returns the needs of the configured micro-batch, else of the largest that fits; raises OutOfMemory."""
-    program, room, compile = draft.program, hardware.room, hardware.compile
-    assert room is not None, "planning needs the devices' memory"
+    program, compile = draft.program, hardware.compile
     if compile is None:
         return draft.estimate.needs
     if program.cfg.train.micro_batch:
         return micro_batch_search.measure(program, draft.widths, program.cfg.train.micro_batch, compile=compile)
     guess = draft.estimate.needs.micro_batch
-    return micro_batch_search.largest_micro_batch(program, draft.widths, room, compile=compile, guess=guess)
+    return micro_batch_search.largest_micro_batch(program, draft.widths, hardware.limit, compile=compile, guess=guess)
 
 
-def _time(candidate: Candidate, hardware: Hardware) -> Candidate:
+def _time(candidate: Trial, hardware: Hardware) -> Trial:
     """Returns the candidate with its predicted step time, which all processes take from the first one."""
     found = processes.from_first(lambda: _figures(candidate, hardware))
     return dataclasses.replace(candidate, **found | {"times": found["times"] and Times(**found["times"])})
 
 
-def _figures(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
-    """Returns the figures of a step by field of `Candidate`: by arithmetic where its programs cannot be read.
+def _figures(candidate: Trial, hardware: Hardware) -> dict[str, Any]:
+    """Returns the figures of a step by field of `Trial`: by arithmetic where its programs cannot be read.
 
     Readers on separate meshes run concurrently, so the slowest counts; all other programs run one after the other.
     """
@@ -308,13 +294,3 @@ def _figures(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
         "collective_bytes": max(wire.values()),
         "moved_bytes": max(moved.values()),
     }
-
-
-def _mesh(placed: Placement) -> str:
-    if not placed.on_several_meshes:
-        return _axes(placed.data, placed.learner.shape["model"])
-    return ", ".join(f"{name} {_axes(*at.mesh.devices.shape)}" for name, at in placed.readers.items())
-
-
-def _axes(data: int, model: int) -> str:
-    return f"{'?' if data == -1 else data}x{model}"

@@ -80,13 +80,15 @@ class StepSpec:
 
     def batch(self, widths: Tree, accumulation: int) -> Tree:
         """Returns an abstract global batch [a b ...]; `widths` is one example's shapes, without the batch axis."""
-        rows = self.cut(accumulation).rows // accumulation
+        return self.examples(widths, accumulation, self.cut(accumulation).rows // accumulation)
+
+    def examples(self, widths: Tree, *axes: int) -> Tree:
+        """Returns abstract examples [*axes ...] where they are read, split over data along the last of these axes."""
 
         def put(tree: Tree, mesh: Mesh) -> Tree:
-            sharding = NamedSharding(mesh, P(None, "data"))
+            sharding = NamedSharding(mesh, P(*[None] * (len(axes) - 1), "data"))
             return jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct((accumulation, rows, *leaf.shape), leaf.dtype, sharding=sharding),
-                tree,
+                lambda leaf: jax.ShapeDtypeStruct((*axes, *leaf.shape), leaf.dtype, sharding=sharding), tree
             )
 
         return place.put_parts(widths, self.placement, put)

@@ -8,7 +8,8 @@ import pytest
 from lw_jax import recipes
 from lw_jax.core import config
 from lw_jax.planning import estimate, gpus, hlo_counts, placement_search, roofline
-from lw_jax.planning.placement_search import Candidate, Hardware
+from lw_jax.planning.hardware import Hardware
+from lw_jax.planning.placement_search import Trial
 from lw_jax.planning.roofline import Times
 from lw_jax.training import memory, micro_batch_search
 from lw_jax.training.memory import StepMemory
@@ -28,7 +29,7 @@ def hardware(count: int, room: MemoryLimit = ENOUGH, **changes) -> Hardware:
     return Hardware(jax.devices()[:count], room, **{"target": gpus.Target(H100, count)} | changes)
 
 
-def choose(cfg, on: Hardware) -> list[Candidate]:
+def choose(cfg, on: Hardware) -> list[Trial]:
     return placement_search.choose(cfg, on)
 
 
@@ -83,11 +84,11 @@ def test_a_configured_placement_is_the_only_one(root, measure):
 # ---- which one is taken
 
 
-def candidate(seconds: float | None, *, devices: int = 1, peak: int = 100, obstacle: str = "", **more) -> Candidate:
+def candidate(seconds: float | None, *, devices: int = 1, peak: int = 100, obstacle: str = "", **more) -> Trial:
     placed = placements.place("replicate", {"a": 1}, data=devices, devices=jax.devices()[:devices])
     needs = StepMemory(1, 1, 0, 0, 0, 0, 0, (peak,))
     times = None if seconds is None else Times(seconds, 0.0, 0.0)
-    return Candidate("replicate", f"{devices}x1", "none", placed, needs, times, obstacle=obstacle, **more)
+    return Trial("replicate", f"{devices}x1", "none", placed, needs, times, obstacle=obstacle, **more)
 
 
 def test_the_fastest_is_taken():
@@ -119,7 +120,7 @@ def test_where_speed_is_not_known_what_sends_least_is_taken_of_equals_then_the_f
 
 
 def test_what_has_an_obstacle_is_never_taken():
-    found = [candidate(1.0, obstacle="too large"), candidate(5.0), Candidate("fsdp", "2x1", "-", obstacle="no")]
+    found = [candidate(1.0, obstacle="too large"), candidate(5.0), Trial("fsdp", "2x1", "-", obstacle="no")]
     assert placement_search.pick(found) is found[1]
     assert placement_search.pick([found[0], found[2]]) is None
     assert placement_search.pick([]) is None
@@ -271,16 +272,6 @@ def test_a_step_that_the_compiler_finds_too_large_is_an_obstacle(micro, root, mo
     found = choose(make_searched_config(root, train__micro_batch=micro), hardware(1))
     assert [one.remat for one in found] == ["none", "full"]
     assert all(one.obstacle.startswith("too large for the compiler: ") and not one.fits for one in found)
-
-
-def test_nothing_fits_tells_every_obstacle_and_the_remedies(root, measure):
-    room = MemoryLimit(10**6, 0.8)
-    found = choose(make_searched_config(root), hardware(3, room))
-    rows = [{key: getattr(one, key) for key in ("strategy", "mesh", "obstacle")} for one in found]
-    told = placement_search.nothing_fits(rows, 3, room)
-    assert told.startswith("no placement on 3 devices with 0.8 MB each holds this configuration: single 1x1: weights")
-    assert all(f"{row['strategy']} {row['mesh']}: {row['obstacle']}" in told for row in rows)
-    assert "target_utilisation" in told and "\n" not in told
 
 
 # ---- what the compiled step is said to take

@@ -1,5 +1,6 @@
 """lw_jax/slurm/past_runs.py: what an earlier run's folder tells of the time and memory of a job."""
 
+import dataclasses
 import json
 import statistics
 from collections.abc import Callable
@@ -15,17 +16,20 @@ from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.planning import planner
+from lw_jax.planning.plans import StepCandidate, StepPlan
 from lw_jax.slurm import past_runs, size_comparison
 from lw_jax.training import hardware_record, run_folder
 from tests import tiny
 
 KIND = "NVIDIA H100 80GB HBM3"
 HARDWARE = {"kind": KIND, "card": "h100", "devices": 3, "hosts": 1, "strategy": "fsdp", "remat": "full"}
-CHOSEN = {"strategy": "fsdp", "mesh": "3x1", "micro_batch": 5, "accumulation": 2, "remat": "full", "devices_used": 3}
-PLAN = {
-    **{"target": "h100x3", "devices": 3, "per_host": 3, "hosts": 1, "compiled": True, "hours": 9.0},
-    **{"host_memory_bytes": 20 << 30, "chosen": CHOSEN | {"step_seconds": 7.0, "peak_bytes": 44.2e9}},
-}
+CHOSEN = StepCandidate(
+    **{"strategy": "fsdp", "mesh": "3x1", "data": 3, "micro_batch": 5, "accumulation": 2, "remat": "full"},
+    **{"devices_used": 3, "step_seconds": 7.0, "peak_bytes": 44_200_000_000},
+)
+PLAN = StepPlan(
+    target="h100x3", devices=3, per_host=3, compiled=True, hours=9.0, host_memory_bytes=20 << 30, chosen=CHOSEN
+)
 LAPS = (2.0, 11.0, 3.0, 5.0, 4.0)  # median 4
 STEPS = 1700
 
@@ -147,7 +151,7 @@ def test_what_else_differs_is_told(tmp_path) -> None:
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    monkeypatch.setattr(planner, "make", lambda *_: PLAN)
+    monkeypatch.setattr(planner, "make", lambda *_, **__: PLAN)
     monkeypatch.setattr(size_comparison, "other_sizes", lambda *_: [PLAN])
 
     def write_job(folder: Path, workdir: Path, **flags: Any) -> str:
@@ -178,8 +182,9 @@ def test_two_sources_of_time_are_refused(call, folder, tmp_path) -> None:
 
 def test_every_job_of_a_list_takes_its_own_record(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    plan = PLAN | {"target": "a100_80x1", "devices": 1, "per_host": 1, "chosen": PLAN["chosen"] | {"devices_used": 1}}
-    monkeypatch.setattr(planner, "make", lambda cfg, target: plan)
+    chosen = dataclasses.replace(CHOSEN, devices_used=1)
+    plan = dataclasses.replace(PLAN, target="a100_80x1", devices=1, per_host=1, chosen=chosen)
+    monkeypatch.setattr(planner, "make", lambda *_, **__: plan)
     one = HARDWARE | {"card": "a100_80", "devices": 1}
     asked = {}
     monkeypatch.setattr(slurm, "run", lambda _, *tasks: asked.update({task.workdir.name: task.cfg for task in tasks}))
@@ -187,7 +192,7 @@ def test_every_job_of_a_list_takes_its_own_record(tmp_path, monkeypatch, capsys)
     assert run.main(words) == 0
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(planner, "make", lambda cfg, target: plan)
+    monkeypatch.setattr(planner, "make", lambda *_, **__: plan)
     for number, (name, cfg) in enumerate(asked.items()):
         write(tmp_path / "before" / name, cfg, hardware=one, laps=(3.0 + number,))
     assert run.main(words) == 0

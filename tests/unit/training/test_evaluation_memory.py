@@ -67,7 +67,7 @@ def test_a_batch_that_does_not_fit_is_told_with_the_one_that_does(root):
     found = evaluation_memory.of(one, MemoryLimit(three, 1.0))
     wanted = (48, twelve, False, 12, False)
     assert dataclasses.astuple(found)[:5] == wanted, "halved as a run does: 48, 24, 12 on four devices"
-    assert "--config.eval.batch=12 would" in found.describe(MemoryLimit(three, 1.0), "validation")
+    assert found.description.startswith("validation at") and "--config.eval.batch=12 would" in found.description
     assert evaluation_memory.of(one, MemoryLimit(twelve, 1.0)).fits
     nothing = evaluation_memory.of(one, MemoryLimit(1000, 1.0))
     assert (nothing.fits, nothing.largest, nothing.smallest_bytes > 1000) == (False, 0, True)
@@ -82,7 +82,7 @@ def test_a_plan_and_a_run_say_so(root):
     mesh = dataclasses.replace(cfg.mesh, memory_gb=limit / 1e9 + 1e-6, target_utilisation=1.0)
     cfg = dataclasses.replace(cfg, mesh=mesh)
     found = planner.make(cfg, "h100x1", estimate=True)
-    assert found["validation"]["largest"] == 1024 and "--config.eval.batch=1024 would" in plan_tables.report(found)
+    assert found.validation.largest == 1024 and "--config.eval.batch=1024 would" in plan_tables.report(found)
     told: list[str] = []
     real = recipes.make(cfg, program.placement)
     run = trainer.Run(cfg, real, None, None)
@@ -146,7 +146,7 @@ def test_sizes_that_a_larger_one_rules_out_are_not_compiled(root):
     """And one that the compiler refuses for its size does not fit."""
     compiler, limit = Compiler(row=10, fixed=100), MemoryLimit(1000 + 100 + 10 * 8, 1.0)
     program = make_program(with_batch(tiny.make_config(root), 1024))
-    one = Pass(program, {"mesh": 1000}, lambda rows: {"mesh": 10**6}, compiler.lower)  # type: ignore[dict-item]
+    one = Pass("validation", program, {"mesh": 1000}, lambda rows: {"mesh": 10**6}, compiler.lower)  # type: ignore[dict-item]
     found = evaluation_memory.of(one, limit, compile=compiler.compile)
     assert (found.peak_bytes, found.largest, found.compiled) == (1000 + 100 + 10240, 8, True)
     assert compiler.rows == [1024, 16, 8]
@@ -160,7 +160,7 @@ def test_sizes_that_a_larger_one_rules_out_are_not_compiled(root):
 def test_compiled_memory_is_what_the_first_process_s_compiler_says(root, second):
     second(7000)
     program = make_program(with_batch(tiny.make_config(root), 4))
-    one = Pass(program, {"mesh": 10}, lambda rows: {"mesh": 10**6}, lambda rows: [])  # type: ignore[dict-item]
+    one = Pass("validation", program, {"mesh": 10}, lambda rows: {"mesh": 10**6}, lambda rows: [])  # type: ignore[dict-item]
     assert evaluation_memory.of(one, MemoryLimit(10**4, 1.0), compile=lambda lowered: lowered).peak_bytes == 7000
 
 
@@ -239,20 +239,20 @@ def test_a_limit_that_only_evaluation_breaks_refuses_the_candidate(estimate, roo
         return planner.make(dataclasses.replace(cfg, mesh=mesh), "h100x1" if estimate else "", estimate=estimate)
 
     refused = planned(long, limit)
-    (row,) = refused["candidates"]
-    assert row["peak_bytes"] <= limit, "the step fits"
-    assert (refused["chosen"], row["fits"]) == (None, False)
-    assert row["obstacle"].startswith("generation of one example per device needs ")
+    (row,) = refused.candidates
+    assert row.peak_bytes <= limit, "the step fits"
+    assert (refused.chosen, row.fits) == (None, False)
+    assert row.obstacle.startswith("generation of one example per device needs ")
     assert "no: generation" in plan_tables.report(refused)
 
     taken = planned(long, needed + 1)
-    assert taken["chosen"] and taken["generation"]["fits"] and not taken["generation"]["compiled"]
-    assert taken["generation"]["description"] in plan_tables.report(taken)
+    assert taken.chosen and taken.generation.fits and not taken.generation.compiled
+    assert taken.generation.description in plan_tables.report(taken)
 
     many = dataclasses.replace(long, eval=dataclasses.replace(long.eval, batch=64))
     fewer = planned(many, peak(generation(make_program(many)), 64) - 1)
-    assert fewer["chosen"] and not fewer["generation"]["fits"] and 1 <= fewer["generation"]["largest"] < 64
-    assert f"--config.eval.batch={fewer['generation']['largest']} would" in plan_tables.report(fewer)
+    assert fewer.chosen and not fewer.generation.fits and 1 <= fewer.generation.largest < 64
+    assert f"--config.eval.batch={fewer.generation.largest} would" in plan_tables.report(fewer)
 
 
 def test_the_next_candidate_is_taken_where_the_best_cannot_be_evaluated(root, measure, monkeypatch):
@@ -269,9 +269,9 @@ def test_the_next_candidate_is_taken_where_the_best_cannot_be_evaluated(root, me
 
     monkeypatch.setattr(planner, "evaluation_memory", ask)
     found = planner.make(cfg, "h100x2", estimate=True)
-    rows = {row["strategy"]: row for row in found["candidates"]}
+    rows = {row.strategy: row for row in found.candidates}
     assert rows[refused[0]]["obstacle"].startswith("validation of one example per device needs 1000.0 GB of ")
-    assert found["chosen"]["strategy"] != refused[0] and found["validation"]["fits"]
+    assert found.chosen.strategy != refused[0] and found.validation.fits
 
 
 @pytest.mark.slow
