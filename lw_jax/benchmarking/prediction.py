@@ -55,12 +55,10 @@ class Predicted:
 
     @property
     def device(self) -> str:
-        """Description of the devices."""
         return f"{self.target.devices} x {self.target.card.model}, absent: NOTHING IS MEASURED"
 
     @property
     def parts(self) -> list[str]:
-        """Returns the parts that this recipe has."""
         return list(PARTS if isinstance(self.recipe, LatentWire) else PARTS[:1])
 
     def measure(self, part: str, *, asked: bool = True) -> list[Row]:
@@ -97,7 +95,6 @@ class Predicted:
         ]
 
     def encode(self) -> list[Row]:
-        """Compiles the writing of texts that fill the encoder's window."""
         source = workload.texts(self.cfg, self.placement)
         trainable, body = workload.encoder(self.recipe)
         found = self._compile(jax.jit(self.recipe.wire.encode).lower(trainable, source, body))

@@ -69,7 +69,6 @@ def write(file: Path, plan: StepPlan) -> None:
 
 
 def code() -> str:
-    """Returns a digest of the files of `SHAPING`."""
     digest = hashlib.sha256()
     for pattern in SHAPING:
         for file in sorted(ROOT.glob(pattern)):

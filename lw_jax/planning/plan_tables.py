@@ -111,13 +111,11 @@ def _rows(candidates: Iterable[StepCandidate]) -> list[tuple[str, ...]]:
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the rows as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def simulation_table(plans: Sequence[StepPlan]) -> str:
-    """Returns one line for each number of devices."""
     lines = [
         f"{'devices':<9}{'target':<12}{'strategy':<11}{'mesh':<22}{'batch x acc':<13}{'remat':<7}{'peak':<9}samples/s"
     ]

@@ -234,7 +234,7 @@ def _pick(tried: list[Trial], on: Hardware) -> tuple[Trial | None, dict[str, Eva
             return best, parts
         part, least = beyond[0]
         obstacle = f"{part} of one example per device needs {bytes_of(least)} of {bytes_of(on.limit.usable)}"
-        tried[tried.index(best)] = dataclasses.replace(best, obstacle=obstacle)
+        tried[tried.index(best)] = dataclasses.replace(best, fits=False, obstacle=obstacle)
     return None, {}
 
 
@@ -319,7 +319,6 @@ def validation_share(cfg: Config) -> float | None:
 
 
 def _cached(cfg: Config, name: str, compute: Callable[[], StepPlan]) -> StepPlan:
-    """Returns the cached plan, else computes and caches it."""
     file, here = plan_cache.path(cfg, name), name == HERE
     cached = plan_cache.read(file)
     # Several processes compile all or none, as XLA shares the work of autotuning among them; the first one's holds.

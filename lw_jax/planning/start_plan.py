@@ -98,7 +98,7 @@ class StartCandidate(Candidate):
 class StartPlan(Plan):
     """Plan of a run without steps."""
 
-    candidates: tuple[StartCandidate, ...]
+    candidates: tuple[StartCandidate, ...] = ()
     chosen: StartCandidate | None
     rows: int  # texts at once
     tokens: int  # of a text, at most

@@ -165,7 +165,6 @@ def notice_seconds(step_seconds: float) -> int:
 
 
 def clock(minutes: int) -> str:
-    """Returns a time limit in SLURM's format."""
     days, rest = divmod(minutes, 24 * 60)
     return f"{days}-{rest // 60:02}:{rest % 60:02}:00"
 

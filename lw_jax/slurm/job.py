@@ -91,7 +91,6 @@ def make_job(
 
 
 def _command(assignments: Mapping[str, Any], workdir: Path, request: Request, site: Site) -> tuple[str, ...]:
-    """Returns the command line of `train` with these keys."""
     python = "python" if site.setup else sys.executable  # setup lines activate an environment that has its own
     flags = [f"--config.{path}={value}" for path, value in assignments.items()]
     start = (python, *request.program, "train", "--config", request.config)
@@ -123,7 +122,6 @@ def _time(plan: Plan, *, steps: int, given: float | None, record: Record | None)
 
 
 def limit(job: Job, site: Site) -> Limit:
-    """Returns the job's time limit; see `cluster_profile.limit`."""
     return cluster_profile.limit(
         job.hours,
         step_seconds=job.step_seconds,

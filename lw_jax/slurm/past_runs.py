@@ -25,17 +25,14 @@ class Record:
     workdir: Path
     hardware: HardwareRecord
     step_seconds: float  # median of the logged laps
-    laps: int
     peak_bytes: float | None  # of the fullest device; None where the runtime reported none
     differences: tuple[str, ...]  # from the job's configuration
 
     def describe(self) -> str:
-        """Returns the source of the time, in a line."""
         found = self.hardware
         return f"measured in {self.workdir} on {found.devices} x {found.kind}: {self.step_seconds:.4g} s/step"
 
     def describe_memory(self, planned: float) -> str:
-        """Returns the measured peak of a card beside the planned one."""
         peak = f"{self.peak_bytes / 1e9:.1f} GB measured at most" if self.peak_bytes else "no peak in the record"
         return f"memory of a card: {peak}, {planned / 1e9:.1f} GB planned"
 
@@ -73,7 +70,6 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
         workdir=workdir,
         hardware=hardware,
         step_seconds=statistics.median(found),
-        laps=len(found),
         peak_bytes=max(peaks, default=None),
         differences=(*_placed_otherwise(hardware, plan.chosen), *_set_otherwise(old, cfg)),
     )

@@ -49,11 +49,9 @@ class StepSpec:
         return place.put_parts(fill(batch, rows), self.placement, put)
 
     def state(self) -> State:
-        """Returns the abstract train state."""
         return self._state
 
     def frozen(self) -> Tree:
-        """Returns the abstract frozen weights."""
         return self._frozen
 
     def frozen_bytes(self) -> dict[Mesh, int]:
@@ -94,7 +92,6 @@ class StepSpec:
         return place.put_parts(widths, self.placement, put)
 
     def lower(self, widths: Tree, accumulation: int) -> dict[str, train_step.Part]:
-        """Returns the lowered programs of the step by name."""
         return self.step.lower(self.state(), self.frozen(), self.batch(widths, accumulation))
 
 

@@ -10,9 +10,8 @@ from lw_jax.core import config
 from lw_jax.planning import estimate, gpus, hlo_counts, placement_search, roofline
 from lw_jax.planning.hardware import Hardware
 from lw_jax.planning.placement_search import Trial
-from lw_jax.planning.roofline import Times
+from lw_jax.planning.plans import StepCandidate
 from lw_jax.training import memory, micro_batch_search
-from lw_jax.training.memory import StepMemory
 from lw_jax.training.memory_limit import MemoryLimit
 from lw_jax.training.step_spec import StepSpec
 from sharding import placement as placements
@@ -69,9 +68,9 @@ def test_every_number_of_cards_takes_its_share_of_a_batch_that_it_does_not_divid
     found = choose(make_searched_config(root, train__global_batch=64), hardware(count))
     (one,) = [one for one in found if one.strategy == "replicate"]
     assert one.fits and one.placement.devices == count and one.needs.micro_batch == micro
-    alone = found[0].estimate.times.total
+    alone = found[0].estimate.step_seconds
     assert one.estimate.flops == pytest.approx(found[0].estimate.flops * micro / 64, rel=0.02)  # the optimizer is whole
-    assert one.estimate.times.total < alone
+    assert one.estimate.step_seconds < alone
 
 
 def test_a_configured_placement_is_the_only_one(root, measure):
@@ -84,11 +83,9 @@ def test_a_configured_placement_is_the_only_one(root, measure):
 # ---- which one is taken
 
 
-def candidate(seconds: float | None, *, devices: int = 1, peak: int = 100, obstacle: str = "", **more) -> Trial:
-    placed = placements.place("replicate", {"a": 1}, data=devices, devices=jax.devices()[:devices])
-    needs = StepMemory(1, 1, 0, 0, 0, 0, 0, (peak,))
-    times = None if seconds is None else Times(seconds, 0.0, 0.0)
-    return Trial("replicate", f"{devices}x1", "none", placed, needs, times, obstacle=obstacle, **more)
+def candidate(seconds: float | None, *, devices: int = 1, peak: int = 100, **more) -> StepCandidate:
+    sizes = {"devices_used": devices, "peak_bytes": peak, "step_seconds": seconds}
+    return StepCandidate(strategy="replicate", mesh=f"{devices}x1", remat="none", **sizes, **more)
 
 
 def test_the_fastest_is_taken():
@@ -120,9 +117,9 @@ def test_where_speed_is_not_known_what_sends_least_is_taken_of_equals_then_the_f
 
 
 def test_what_has_an_obstacle_is_never_taken():
-    found = [candidate(1.0, obstacle="too large"), candidate(5.0), Trial("fsdp", "2x1", "-", obstacle="no")]
+    found = [candidate(1.0, fits=False), candidate(5.0)]
     assert placement_search.pick(found) is found[1]
-    assert placement_search.pick([found[0], found[2]]) is None
+    assert placement_search.pick(found[:1]) is None
     assert placement_search.pick([]) is None
 
 
@@ -189,7 +186,7 @@ def test_an_estimate_compiles_nothing_and_takes_arithmetic(root, measure):
     fitting = [one for one in found if one.fits]
     assert [one.strategy for one in fitting] == ["single", "replicate", "fsdp", "tensor", "split"]
     for one in fitting:
-        assert one.needs == one.estimate.needs and one.times == one.estimate.times
+        assert one.needs == one.guess.needs and one.seconds == one.guess.times
         assert (one.flops, one.collective_bytes) == (one.estimate.flops, one.estimate.collective_bytes)
 
 
@@ -203,7 +200,7 @@ def test_where_speed_is_not_known_recomputation_is_taken_to_hold_more_at_once(ro
     room = MemoryLimit(peaks["full"] + 1, 1.0)
     assert [one.remat for one in choose(cfg, hardware(1, room, target=None))] == ["full"]
     assert [one.remat for one in choose(cfg, hardware(1, target=None))] == ["none"]
-    assert choose(cfg, hardware(1, target=None))[0].times is None
+    assert choose(cfg, hardware(1, target=None))[0].seconds is None
 
 
 # ---- what stands in the way
@@ -298,7 +295,7 @@ def test_a_compiled_candidate_has_the_needs_that_are_measured(apart):
     program = StepSpec(cfg, recipes.make(cfg, placed, outline=True))
     assert len(compiled) == len(found.needs.programs) > 3
     assert found.fits and found.needs == micro_batch_search.measure(program, program.recipe.batch_widths(), 4)
-    assert found.estimate == estimate.estimate(program, program.recipe.batch_widths(), 4, gpus.Target(H100, 2))
+    assert found.guess == estimate.estimate(program, program.recipe.batch_widths(), 4, gpus.Target(H100, 2))
 
 
 @pytest.mark.slow
@@ -309,8 +306,8 @@ def test_readers_apart_work_at_once_and_all_else_follows(apart):
         name: part.runs * roofline.predict(one, gpus.Target(H100, 2)).total for name, (one, part) in analysed.items()
     }
     readers = [seconds.pop(name) for name in ("llama", "qwen")]
-    assert found.times.total == pytest.approx(sum(seconds.values()) + max(readers), rel=EXACT)
-    assert found.times.total < sum(seconds.values()) + sum(readers)
+    assert found.seconds.total == pytest.approx(sum(seconds.values()) + max(readers), rel=EXACT)
+    assert found.seconds.total < sum(seconds.values()) + sum(readers)
     flops = {}
     for one, part in analysed.values():
         flops[part.mesh] = flops.get(part.mesh, 0) + part.runs * one.flops
@@ -322,6 +319,6 @@ def test_readers_apart_work_at_once_and_all_else_follows(apart):
 def test_candidates_are_compared_by_arithmetic_where_one_has_no_time(root, measure):
     found = [one for one in choose(make_searched_config(root), hardware(4)) if one.fits]
     best = placement_search.pick(found)
-    others = [dataclasses.replace(one, times=None) if one == best else one for one in found]
+    others = [dataclasses.replace(one, seconds=None, step_seconds=None) if one == best else one for one in found]
     least = min(one.flops for one in found)
     assert placement_search.pick(others).flops <= 1.02 * least

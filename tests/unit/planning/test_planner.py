@@ -144,13 +144,6 @@ def test_where_memory_is_told_the_plan_is_what_is_settled(root, measure):
     assert dataclasses.replace(settled, compute=cfg.compute, eval=cfg.eval) == cfg
 
 
-def test_a_configured_placement_has_only_its_recomputation_planned(root, measure):
-    cfg = make_searched_config(root, mesh__placement="fsdp", mesh__data=2, mesh__memory_gb=1.0)
-    settled, placed = planner.resolve_auto(cfg)
-    assert (placed.strategy, placed.data, settled.compute.remat) == ("fsdp", 2, "none")
-    assert {name for name, *_ in measure.asked} == {"fsdp"}
-
-
 def test_what_fits_nowhere_is_refused_with_every_reason(root, measure):
     with pytest.raises(PlacementError, match="no placement on 8 devices with 0.1 MB each") as caught:
         planner.resolve_auto(make_searched_config(root, mesh__memory_gb=1e-4))
@@ -253,15 +246,8 @@ def test_fewer_devices_than_a_machine_file_wants_are_told_with_every_way_on(root
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     for changes in ({"mesh__placement": "replicate", "mesh__data": 4}, {"mesh__placement": "hybrid4"}):
         for remat in ("none", "auto"):
-            with pytest.raises(PlacementError, match="plan --config FILE --target h100x4") as caught:
+            with pytest.raises(PlacementError, match=r"h100x4.*mesh\.placement=auto.*device_count=4"):
                 planner.resolve_auto(tiny.make_config(root, compute__remat=remat, **changes))
-            for way in (
-                "configs/large.py",
-                "mesh.placement=auto",
-                "--xla_force_host_platform_device_count=4",
-                "has 1 cpu",
-            ):
-                assert way in str(caught.value)
     cfg = tiny.make_config(root, mesh__placement="split")
     alone = dataclasses.replace(cfg, llms={"llama": cfg.llms["llama"]})
     with pytest.raises(PlacementError) as caught:  # no number of devices would help
@@ -323,11 +309,6 @@ def test_training_over_two_processes_refuses_readers_apart_before_it_makes_reade
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(PlacementError, match="over several processes"):
         train.main(tiny.make_config(root, mesh__placement="split"), tmp_path)
-
-
-def test_an_unknown_target_is_refused(root):
-    with pytest.raises(UserError, match="Did you mean 'h100'"):
-        planner.make(make_searched_config(root), "h10x2")
 
 
 @pytest.mark.slow
