@@ -16,8 +16,7 @@ from lw_jax.core.runtime import REQUEUE
 from lw_jax.planning import planner
 from lw_jax.slurm import job_list, job_script
 from lw_jax.slurm.cluster_profile import Site
-from lw_jax.slurm.job import Job
-from tests.unit.slurm.test_job import planned
+from tests.unit.slurm.test_job import change, planned
 
 ROOT = Path(__file__).resolve().parents[3]
 SITE = Site(partition="gpu", modules=("cuda/12.4",), cpus_per_gpu=3)
@@ -26,20 +25,15 @@ NAMES = ("small one", "middle", "large")
 
 def make_jobs(tmp_path, **changes):
     return [
-        Job(
+        change(
             name=name,
             command=("train", name, "--config.x='quoted $HOME'"),
             folder=tmp_path,
             logs=tmp_path / "logs",
-            gpus=1,
             host_memory_bytes=(8 + number) * 2**30,
             hours=0.5 * (number + 1),
-            step_seconds=3.0 + number,
-            checkpoint_seconds=300.0,
-            memory_fraction=0.92,
-            origin=f"plan a100_80x1 of {name}",
             basis="predicted, validations included",
-            **{"nodes": 1} | changes,
+            **{"gpus": 1} | changes,
         )
         for number, name in enumerate(NAMES)
     ]

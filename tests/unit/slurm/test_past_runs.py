@@ -10,37 +10,34 @@ from typing import Any
 import pytest
 
 import run
-from configs import base
 from lw_jax.commands import slurm
-from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.planning import planner
-from lw_jax.planning.plans import StepCandidate, StepPlan
 from lw_jax.slurm import past_runs, size_comparison
 from lw_jax.training import hardware_record, run_folder
 from tests import tiny
+from tests.unit.slurm import test_job
 
 KIND = "NVIDIA H100 80GB HBM3"
 HARDWARE = {"kind": KIND, "card": "h100", "devices": 3, "hosts": 1, "strategy": "fsdp", "remat": "full"}
-CHOSEN = StepCandidate(
-    **{"strategy": "fsdp", "mesh": "3x1", "data": 3, "micro_batch": 5, "accumulation": 2, "remat": "full"},
-    **{"devices_used": 3, "step_seconds": 7.0, "peak_bytes": 44_200_000_000},
+CHOSEN = dataclasses.replace(
+    test_job.CHOSEN,
+    strategy="fsdp",
+    mesh="3x1",
+    data=3,
+    model=1,
+    devices_used=3,
+    remat="full",
+    peak_bytes=44_200_000_000,
 )
-PLAN = StepPlan(
-    target="h100x3", devices=3, per_host=3, compiled=True, hours=9.0, host_memory_bytes=20 << 30, chosen=CHOSEN
-)
+PLAN = test_job.planned(CHOSEN, target="h100x3", devices=3, per_host=3, hours=9.0)
 LAPS = (2.0, 11.0, 3.0, 5.0, 4.0)  # median 4
 STEPS = 1700
 
 
 def resolve(**changes: Any) -> Config:
-    values = base.get_config()
-    values.llms.llama = base.llm("HuggingFaceTB/SmolLM2-135M")
-    values.encoder.source = "HuggingFaceTB/SmolLM2-135M"
-    values.train.steps = STEPS
-    values.update_from_flattened_dict(changes)
-    return config.build(values)
+    return test_job.resolve(**{"train.steps": STEPS} | changes)
 
 
 @pytest.fixture
