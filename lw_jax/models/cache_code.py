@@ -107,6 +107,17 @@ def read(code: Code, z: Float[Array, "b t w"]) -> tuple[Float[Array, "l b t k e"
     return k, v
 
 
+def read_head(
+    code: Code, z: Float[Array, "b t w"], layer: int, head: int
+) -> tuple[Float[Array, "b t e"], Float[Array, "b t e"]]:
+    """Returns keys, not turned, and values of one head from all numbers of a token."""
+    basis = code.basis.reshape(-1, *code.mean.shape)[:, :, layer, head]
+    with jax.default_matmul_precision("highest"):
+        y = jnp.einsum("btw,wce->cbte", z, basis)
+    y = y * code.scale[:, layer, None, None, None] + code.mean[:, layer, head, None, None]
+    return y[0], y[1]
+
+
 def fit_code(
     chunks: Chunks,
     shape: tuple[int, int, int],

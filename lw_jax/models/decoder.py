@@ -451,11 +451,16 @@ def _share(
 
 def rotate_keys(cfg: DecoderConfig, prefix: KVPrefix, *, seen: jax.Array | int) -> Float[Array, "l b m k e"]:
     """Returns a prefix' keys turned at its positions, `seen` real tokens before them."""
-    positions = jnp.maximum(seen + jnp.cumsum(prefix.mask, axis=1, dtype=jnp.int32) - 1, 0)
-    cos, sin = rotary.angles(
-        positions, size=cfg.rotated or cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling
-    )
+    cos, sin = prefix_angles(cfg, prefix.mask, seen=seen)
     return jax.vmap(lambda k: rotary.rotate(k, cos, sin))(prefix.k)
+
+
+def prefix_angles(
+    cfg: DecoderConfig, mask: Bool[Array, "b m"], *, seen: jax.Array | int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns cos and sin [b m 1 r/2] at a prefix' positions, `seen` real tokens before them."""
+    positions = jnp.maximum(seen + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
+    return rotary.angles(positions, size=cfg.rotated or cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling)
 
 
 def check_positions(cfg: DecoderConfig, needed: int, *, what: str, remedy: str) -> None:

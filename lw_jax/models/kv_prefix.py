@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
@@ -49,25 +50,38 @@ def choose(prefix: KVPrefix, kept: Bool[Array, "l b m k"], bias: Float[Array, "l
     return prefix._replace(bias=jnp.where(kept, bias, LEAST))
 
 
-def pack(cfg: DecoderConfig, prefix: KVPrefix, sizes: Sizes, *, seen: jax.Array | int) -> PackedPrefix:
-    """Returns the keys that `choose` left, in each layer and head so many of `sizes`, `seen` real tokens before them.
+def pack(  # noqa: PLR0913
+    cfg: DecoderConfig,
+    mask: Bool[Array, "b m"],
+    bias: Float[Array, "l b m k"],
+    sizes: Sizes,
+    take: Callable[[int, int, Int[Array, "b s"]], tuple[Float[Array, "b s e"], Float[Array, "b s e"]]],
+    *,
+    seen: jax.Array | int,
+) -> PackedPrefix:
+    """Returns the kept keys of a prefix, in each layer and head so many of `sizes`, `seen` real tokens before them.
 
     They take no memory but their own. A row with fewer has filling, which no query sees.
+
+    Args:
+        cfg: of the reader.
+        mask: of the whole prefix.
+        bias: of `choose`: `LEAST` where a key is not kept.
+        sizes: of each head.
+        take: returns of a layer and head the keys, not turned, and values at some of the prefix' places.
+        seen: real tokens before the prefix.
     """
-    assert prefix.bias is not None, "of `choose`"
-    keys, bias = (
-        decoder.rotate_keys(cfg, prefix, seen=seen),
-        jnp.where(prefix.mask[None, :, :, None], prefix.bias, LEAST),
-    )
+    bias, angles = jnp.where(mask[None, :, :, None], bias, LEAST), decoder.prefix_angles(cfg, mask, seen=seen)
 
     def head(layer: int, number: int, size: int) -> PackedHead:
         own = bias[layer, :, :, number]
-        at = jnp.argsort(own <= LEAST, axis=1)[:, :size]  # stable: the kept ones in their order
-        k, v = (jnp.take_along_axis(one[layer, :, :, number], at[..., None], axis=1) for one in (keys, prefix.v))
-        return PackedHead(k, v, jnp.take_along_axis(own, at, axis=1))
+        places = jnp.argsort(own <= LEAST, axis=1)[:, :size]  # stable: the kept ones in their order
+        k, v = take(layer, number, places)
+        cos, sin = (jnp.take_along_axis(one, places[:, :, None, None], axis=1) for one in angles)
+        return PackedHead(rotary.rotate(k[:, :, None], cos, sin)[:, :, 0], v, jnp.take_along_axis(own, places, axis=1))
 
     heads = tuple(tuple(head(i, j, size) for j, size in enumerate(row)) for i, row in enumerate(sizes))
-    return PackedPrefix(heads, prefix.mask.sum(axis=1, keepdims=True, dtype=jnp.int32))
+    return PackedPrefix(heads, mask.sum(axis=1, keepdims=True, dtype=jnp.int32))
 
 
 def open_packed(  # noqa: PLR0913  (as `open_cache`)

@@ -120,6 +120,13 @@ def test_a_bias_has_the_gradient_that_differences_give(factors):
     np.testing.assert_allclose(found, wanted, atol=NARROW if factors else SAME)
 
 
+def pack(cfg, prefix, sizes, seen):
+    def take(layer, head, places):
+        return (jnp.take_along_axis(one[layer, :, :, head], places[..., None], axis=1) for one in (prefix.k, prefix.v))
+
+    return kv_prefix.pack(cfg, prefix.mask, prefix.bias, sizes, take, seen=seen)
+
+
 def begin(params, whole, packed, mode, devices=1, unstacked=False):
     """Logits of the first new token and of the answer, and the generated ids."""
     mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
@@ -135,7 +142,7 @@ def begin(params, whole, packed, mode, devices=1, unstacked=False):
         given = {"shared_prefix": SHARED, "mode": mode}
         if packed:
             seen = BEFORE.sum(axis=1, keepdims=True, dtype=jnp.int32)
-            given["packed"] = kv_prefix.pack(CFG, prefix, sizes(), seen=seen)
+            given["packed"] = pack(CFG, prefix, sizes(), seen)
             cache = kv_prefix.open_packed(params, CFG, SIZE, **given)
         else:
             cache = kv_prefix.open_cache(params, CFG, SIZE + SLOTS.shape[1], prefix=prefix, **given)
@@ -189,7 +196,7 @@ def test_packed_with_narrow_factors_is_near(params, whole, masked):
 
 @pytest.mark.parametrize("kind", [{"window": 50}, {"rope_scaling": rotary.LongRope((1.3,) * 5, (3.0,) * 5, 40, 1.1)}])
 def test_a_reader_that_goes_by_positions_is_refused(params, whole, kind):
-    packed = kv_prefix.pack(CFG, kv_prefix.choose(whole, KEPT), sizes(), seen=2)
+    packed = pack(CFG, kv_prefix.choose(whole, KEPT), sizes(), 2)
     with pytest.raises(UserError, match=r"window or LongRope"):
         kv_prefix.open_packed(params, dataclasses.replace(CFG, **kind), SIZE, packed=packed)
 
@@ -215,7 +222,7 @@ def test_a_quarter_of_the_keys_takes_a_quarter_of_the_memory(unstacked):
 
     def packed(size):
         heads = (size // 2, size - size // 2 + size // 2)  # unequal
-        given = jax.eval_shape(lambda one: kv_prefix.pack(cfg, one, (heads,) * cfg.layers, seen=0), whole)
+        given = jax.eval_shape(lambda one: pack(cfg, one, (heads,) * cfg.layers, 0), whole)
         return bytes_of(lambda params, one: answer(params, kv_prefix.open_packed(params, cfg, 9, packed=one)), given)
 
     text = 2 * 4 * np.prod(shape)
