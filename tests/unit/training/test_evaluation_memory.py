@@ -270,7 +270,7 @@ def test_the_next_candidate_is_taken_where_the_best_cannot_be_evaluated(root, me
     monkeypatch.setattr(planner, "evaluation_memory", ask)
     found = planner.make(cfg, "h100x2", estimate=True)
     rows = {row.strategy: row for row in found.candidates}
-    assert rows[refused[0]]["obstacle"].startswith("validation of one example per device needs 1000.0 GB of ")
+    assert rows[refused[0]].obstacle.startswith("validation of one example per device needs 1000.0 GB of ")
     assert found.chosen.strategy != refused[0] and found.validation.fits
 
 
