@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.models.decoder import KVPrefix
 from lw_jax.models.products import multiply
@@ -107,14 +107,13 @@ def read(code: Code, z: Float[Array, "b t w"]) -> tuple[Float[Array, "l b t k e"
     return k, v
 
 
-def read_head(
-    code: Code, z: Float[Array, "b t w"], layer: int, head: int
-) -> tuple[Float[Array, "b t e"], Float[Array, "b t e"]]:
-    """Returns keys, not turned, and values of one head from all numbers of a token."""
-    basis = code.basis.reshape(-1, *code.mean.shape)[:, :, layer, head]
+def read_layer(
+    code: Code, z: Float[Array, "b t w"], layer: Int[Array, ""]
+) -> tuple[Float[Array, "b t k e"], Float[Array, "b t k e"]]:
+    """Returns keys, not turned, and values of one layer from all numbers of a token."""
     with jax.default_matmul_precision("highest"):
-        y = jnp.einsum("btw,wce->cbte", z, basis)
-    y = y * code.scale[:, layer, None, None, None] + code.mean[:, layer, head, None, None]
+        y = jnp.einsum("btw,wcke->cbtke", z, code.basis.reshape(-1, *code.mean.shape)[:, :, layer])
+    y = y * code.scale[:, layer, None, None, None, None] + code.mean[:, None, None, layer]
     return y[0], y[1]
 
 

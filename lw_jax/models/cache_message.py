@@ -141,12 +141,12 @@ def decode_packed(  # noqa: PLR0913
     seen: jax.Array | int,
     dtype: jax.typing.DTypeLike,
 ) -> PackedPrefix:
-    """Returns the kept keys and values of a message, of each head as many as `sizes`; the others are not computed."""
+    """Returns the kept keys and values of a message, of each head as many as `sizes`, layer after layer."""
     code, z = _code(params), jnp.asarray(sent.numbers).astype(jnp.float32) * jnp.asarray(sent.step)[:, None, None]
     bias = jnp.where(jnp.asarray(sent.kept), jnp.asarray(sent.bias), LEAST)
 
-    def take(layer: int, head: int, places: jax.Array) -> tuple[jax.Array, jax.Array]:
-        k, v = cache_code.read_head(code, jnp.take_along_axis(z, places[..., None], axis=1), layer, head)
+    def take(layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+        k, v = cache_code.read_layer(code, z, layer)
         return k.astype(dtype), v.astype(dtype)
 
     return kv_prefix.pack(cfg, mask, bias, sizes, take, seen=seen)

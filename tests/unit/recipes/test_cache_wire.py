@@ -92,7 +92,7 @@ def test_packed_and_masked_prompts_score_alike(wire, message):
         sent, mask = cache_message.of_section(section, width, 64, 2)
         packed, _ = next(wire._prompts([(message, QUESTION)], name))
         assert packed.kv_prefix is None and packed.packed is not None
-        held = sum(head.k.size for layer in packed.packed.heads for head in layer)
+        held = packed.packed.k.size
         config = wire.recipe.wire.readers[name].config
         assert held <= 0.6 * 64 * config.layers * config.kv_heads * config.head_dim
         fields = {"before": before(wire, name), "after": after(wire, name)}
@@ -135,8 +135,7 @@ def test_one_message_serves_several_ratios(wire, message):
         np.testing.assert_array_equal(section.levels > place, alone.levels > 0)
     np.testing.assert_array_equal(section.numbers, wire.section(message, "qwen").numbers)
     assert wire.at(2).read(several, "qwen", QUESTION) == wire.read(message, "qwen", QUESTION)
-    held = [sum(h.k.size for one in wire.at(r).prompt([section], [QUESTION], "qwen").packed.heads for h in one)
-            for r in (2, 4, 8)]  # fmt: skip
+    held = [wire.at(r).prompt([section], [QUESTION], "qwen").packed.k.size for r in (2, 4, 8)]
     assert held[0] > 1.7 * held[1] > 2.5 * held[2]
     with pytest.raises(UserError, match=r"ratio=3.*\(2, 4, 8\)"):
         wire.at(3).read(several, "qwen", QUESTION)
