@@ -85,7 +85,7 @@ def run(cfg: Config, point: str, *, steps: int, shares: Mapping[str, Any]) -> di
     """
     from lw_jax import recipes
     from lw_jax.benchmarking import timing
-    from lw_jax.planning import hlo_counts, planner, roofline
+    from lw_jax.planning import hardware, hlo_counts, roofline
     from lw_jax.training import memory, out_of_memory
     from lw_jax.training.step_spec import StepSpec
     from sharding import placement
@@ -94,7 +94,7 @@ def run(cfg: Config, point: str, *, steps: int, shares: Mapping[str, Any]) -> di
     recipe = recipes.make(own, placement.place("single", recipes.reader_bytes(own)), outline=True)
     program, widths = StepSpec(own, recipe), recipe.batch_widths()
     needs = memory.measure(program, widths, ACCUMULATED)
-    target = planner.here(own).target
+    target = hardware.here(own).target
     step = needs.programs["step"][0]
     row = {"point": point, "planned_bytes": needs.peak, "micro_batch": micro, "remat": own.compute.remat}
     if target:

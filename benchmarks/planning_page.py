@@ -5,6 +5,7 @@ python -m benchmarks.planning_page --plans FOLDER    # reads FOLDER/TARGET.json,
 """
 
 import argparse
+import dataclasses
 import json
 import re
 import statistics
@@ -74,7 +75,7 @@ def make(cfg: Config) -> Plans:
     plans = {}
     for target in TARGETS:
         print(f"planning {target}; minutes, the first time", file=sys.stderr, flush=True)
-        plans[target] = planner.make(cfg, target)
+        plans[target] = dataclasses.asdict(planner.make(cfg, target))
     return plans
 
 

@@ -203,15 +203,15 @@ def plan_one(cfg: Config, point: Point, card: str, *, estimate: bool) -> Row:
 
     own = at(cfg, point)
     found = planner.make(own, f"{card}x{point.devices}", estimate=estimate)
-    best = found["chosen"]
+    best = found.chosen
     row = _row(own, point, "planned", card)
     if best is None:
-        return row | {"obstacle": found["why"]}
-    told = {name: best[name] for name in ("strategy", "remat", "micro_batch", "accumulation", "peak_bytes")}
-    told |= {name: best[name] for name in ("optimizer_bytes", "activation_bytes", "collective_bytes")}
-    told |= {"weights_bytes": best["weights_bytes"] + best["trainable_bytes"]}
-    told |= {"peak_from": "compiled" if found["compiled"] else "arithmetic"}
-    return row | told | _pace(point, row["unit"], best["step_seconds"])
+        return row | {"obstacle": found.why}
+    told = {name: getattr(best, name) for name in ("strategy", "remat", "micro_batch", "accumulation", "peak_bytes")}
+    told |= {name: getattr(best, name) for name in ("optimizer_bytes", "activation_bytes", "collective_bytes")}
+    told |= {"weights_bytes": best.weights_bytes + best.trainable_bytes}
+    told |= {"peak_from": "compiled" if found.compiled else "arithmetic"}
+    return row | told | _pace(point, row["unit"], best.step_seconds)
 
 
 def measure(cfg: Config, point: Point, *, steps: int) -> Row:
@@ -220,7 +220,7 @@ def measure(cfg: Config, point: Point, *, steps: int) -> Row:
 
     from lw_jax import recipes
     from lw_jax.benchmarking import timing
-    from lw_jax.planning import gpus, placement_search, workload
+    from lw_jax.planning import gpus, hardware, placement_search, workload
     from lw_jax.training import memory_limit, out_of_memory
     from lw_jax.training.step_spec import StepSpec
 
@@ -229,10 +229,10 @@ def measure(cfg: Config, point: Point, *, steps: int) -> Row:
     room = memory_limit.local(own)
     if room is None and own.compute.remat == "auto":  # there is no reason to recompute
         own = config.with_remat(own, "none")
-    hardware = placement_search.Hardware(
+    on = hardware.Hardware(
         devices, room or memory_limit.MemoryLimit(UNBOUNDED, 1.0), gpus.Target(card, point.devices) if card else None
     )
-    tried = placement_search.choose(own, hardware)
+    tried = placement_search.choose(own, on)
     best, row = placement_search.pick(tried), _row(own, point, "measured", devices[0].device_kind)
     if best is None or best.needs is None or best.placement is None:
         return row | {"obstacle": "; ".join(one.obstacle for one in tried)}

@@ -61,7 +61,6 @@ class Measured:
 
     @property
     def device(self) -> str:
-        """Description of the devices."""
         return runtime.describe()
 
     @property
@@ -166,7 +165,6 @@ class Measured:
     # --- a trained wire's work
 
     def encode(self) -> list[Row]:
-        """Writes texts that fill the encoder's window."""
         trainable, body = timing.fill(workload.encoder(self.recipe))
         filled = self.fill(workload.texts(self.cfg, self.placement))
         encode = WireFunctions(self.recipe.wire, self.placement).encode
@@ -306,7 +304,6 @@ def _host_bytes(*, peak: bool) -> int | None:
 
 @contextlib.contextmanager
 def _compile_cache(folder: Path) -> Iterator[None]:
-    """Keeps compiled programs in another folder meanwhile."""
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", str(folder))
     compilation_cache.reset_cache()  # or the one that is open already would go on

@@ -41,28 +41,24 @@ class Predicted:
         except gpus.CompilerAbsent as error:
             raise UserError(str(error)) from error
         self.plan = planner.make(cfg, target)
-        best = self.plan["chosen"]
-        if best is None:
-            raise UserError(f"--target {target}: {self.plan['why']}")
+        if self.plan.chosen is None:
+            raise UserError(f"--target {target}: {self.plan.why}")
+        self.best = best = self.plan.chosen
         sizes = recipes.reader_bytes(cfg)
-        self.placement = placements.place(
-            best["strategy"], sizes, data=best["data"], model=best["model"], devices=devices
-        )
+        self.placement = placements.place(best.strategy, sizes, data=best.data, model=best.model, devices=devices)
         card = self.target.card
         room = memory_limit.of_devices(cfg, card.memory_bytes)
-        self.cfg = decode_layout.resolve_layers(config.with_remat(cfg, best["remat"]), self.placement, room)
+        self.cfg = decode_layout.resolve_layers(config.with_remat(cfg, best.remat), self.placement, room)
         self.recipe: Any = recipes.make(self.cfg, self.placement, outline=True)
         dtype = workload.arithmetic(cfg, self.placement.platform)
         self.ceilings = Ceilings(dtype, card.peak[_WORDS[dtype]], card.bandwidth)
 
     @property
     def device(self) -> str:
-        """Description of the devices."""
         return f"{self.target.devices} x {self.target.card.model}, absent: NOTHING IS MEASURED"
 
     @property
     def parts(self) -> list[str]:
-        """Returns the parts that this recipe has."""
         return list(PARTS if isinstance(self.recipe, LatentWire) else PARTS[:1])
 
     def measure(self, part: str, *, asked: bool = True) -> list[Row]:
@@ -75,31 +71,30 @@ class Predicted:
 
     def step(self) -> list[Row]:
         """Returns what the plan says of the step."""
-        best, work = self.plan["chosen"], workload.step_flops(self.cfg)
-        seconds, batch = best["step_seconds"], self.cfg.train.global_batch
+        best, work = self.best, workload.step_flops(self.cfg)
+        seconds, batch = best.step_seconds, self.cfg.train.global_batch
         if seconds is None:
-            raise UserError(f"--target {self.plan['target']}: {self.plan['untimed']}")
+            raise UserError(f"--target {self.plan.target}: {self.plan.untimed}")
         unit, each = self.recipe.unit
         return [
             Row(
                 "step",
                 self.cfg.recipe,
-                f"{batch} samples = {best['micro_batch']} a device x {self.placement.data} x {best['accumulation']} "
-                f"accumulated, remat {best['remat']}, placement {best['strategy']} {best['mesh']}",
+                f"{batch} samples = {best.micro_batch} a device x {self.placement.data} x {best.accumulation} "
+                f"accumulated, remat {best.remat}, placement {best.name}",
                 predicted_seconds=seconds,
                 samples_per_second=batch / seconds,
                 tokens_per_second=batch * each / seconds if unit == "tokens" else None,
                 flops=work,
-                of_matmul=work / (seconds * self.ceilings.matmul * best["devices_used"]),
-                peak_bytes=best["peak_bytes"],
+                of_matmul=work / (seconds * self.ceilings.matmul * best.devices_used),
+                peak_bytes=best.peak_bytes,
                 peak_from="compiled",
-                compiled_flops=best["flops"],
-                compiled_bytes=best["moved_bytes"],
+                compiled_flops=best.flops,
+                compiled_bytes=best.moved_bytes,
             )
         ]
 
     def encode(self) -> list[Row]:
-        """Compiles the writing of texts that fill the encoder's window."""
         source = workload.texts(self.cfg, self.placement)
         trainable, body = workload.encoder(self.recipe)
         found = self._compile(jax.jit(self.recipe.wire.encode).lower(trainable, source, body))

@@ -91,7 +91,6 @@ def answer_row(
 
 
 def table(device: str, ceilings: Ceilings, rows: Sequence[Row]) -> str:
-    """Returns the rows for people."""
     absent = any(row.predicted_seconds is not None for row in rows)
     limits = f"{ceilings.matmul / 1e12:.2f} TFLOP/s, {ceilings.bandwidth / 1e9:.1f} GB/s"
     lines = [

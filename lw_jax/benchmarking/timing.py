@@ -30,7 +30,6 @@ class Spread:
 
     @staticmethod
     def of(seconds: Sequence[float]) -> "Spread":
-        """Returns the spread of at least one sample."""
         return Spread(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
 
 

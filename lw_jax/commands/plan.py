@@ -6,6 +6,7 @@ import functools
 import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -14,7 +15,8 @@ from lw_jax.commands.loading import Loaded
 from lw_jax.core import runtime
 from lw_jax.core.errors import UserError
 from lw_jax.planning import estimate as estimates
-from lw_jax.planning import gpus, plan_tables, planner, simulation, start_plan, start_tables, workload
+from lw_jax.planning import gpus, plan_tables, planner, simulation, start_plan, workload
+from lw_jax.planning.plans import Plan
 from lw_jax.slurm import cluster_profile
 from lw_jax.training import preflight
 
@@ -23,55 +25,52 @@ NOTHING_FITS, VOID = 3, 2  # exit codes
 
 def run(args: argparse.Namespace, loaded: Loaded) -> int:
     """Prints the plan of one target, or one line for each simulated number of devices; 3 when nothing fits."""
-    cfg = loaded.cfg
     runtime.start_devices()
-    if not cfg.train.steps:
-        return _start(args, loaded)
     if args.simulate:
-        counts = parse_counts(args.simulate)
-        card = gpus.parse(planner.resolve_target(args.target or "", config=loaded.spec)).card
-        plans = [planner.simulate(cfg, card, count, estimate=args.estimate) for count in counts]
-        findings = planner.inspect(cfg)
-        sizes = [one for one in plans if one["devices"]]
-        fits = not sizes or any(one["chosen"] for one in sizes)
-        code = _code(findings, fits=fits)
-        if args.json:
-            print(json.dumps([_with_findings(one, findings) for one in plans], indent=2))
-            return code
-        arithmetic = functools.partial(planner.make, estimate=True)
-        guessed = any(one["devices"] and one["chosen"] and not one["compiled"] for one in plans)
-        note = f"seconds: {estimates.ERROR}" if guessed else ""
-        tables = [
-            plan_tables.simulation_table(plans),
-            note,
-            simulation.text(cfg, plans, own=loaded.own, estimate=arithmetic),
-        ]
-        print("\n\n".join(filter(None, tables)))
-        print("".join(f"{one}\n" for one in findings), end="")
-        return code
-    found = planner.make(cfg, _word(args, loaded), estimate=args.estimate)
-    findings = [*planner.inspect(cfg), *cluster_profile.inspect(found, cfg.train)]
+        return _simulate(args, loaded)
+    found = _make(args, loaded)
+    findings = [*planner.inspect(loaded.cfg), *cluster_profile.inspect(found, loaded.cfg.train)]
     if args.json:
         print(json.dumps(_with_findings(found, findings), indent=2))
     else:
-        print(plan_tables.report(found, own=loaded.own))
-        print("".join(f"{one}\n" for one in findings), end="")
-    return _code(findings, fits=bool(found["chosen"]))
+        print("\n".join([plan_tables.report(found, own=loaded.own), *map(str, findings)]))
+    return _code(findings, fits=found.chosen is not None)
 
 
-def _start(args: argparse.Namespace, loaded: Loaded) -> int:
-    """Prints the plan of a run without steps; on a machine without GPUs and without a target that of its CPU."""
+def _simulate(args: argparse.Namespace, loaded: Loaded) -> int:
     cfg = loaded.cfg
-    if args.simulate:
+    if not cfg.train.steps:
         rule = "config.train.steps = 0 has no step to compare; leave it out, a --target at a time"
         raise UserError(f"--simulate {args.simulate}: {rule}")
-    if args.target or jax.default_backend() == "gpu":
-        word = planner.resolve_target(args.target, config=loaded.spec) if args.target else _this_card()
-        found = start_plan.of_target(cfg, word, estimate=args.estimate)
+    counts = parse_counts(args.simulate)
+    card = gpus.parse(planner.resolve_target(args.target or "", config=loaded.spec)).card
+    found = [planner.simulate(cfg, card, count, estimate=args.estimate) for count in counts]
+    findings, sizes = planner.inspect(cfg), [one for one in found if one.devices]
+    if args.json:
+        print(json.dumps([_with_findings(one, findings) for one in found], indent=2))
     else:
-        found = start_plan.of_cpu(cfg, _measure_cpu(workload.arithmetic(cfg, "cpu")))
-    print(json.dumps(dataclasses.asdict(found), indent=2) if args.json else start_tables.report(found))
-    return 0 if found.chosen else NOTHING_FITS
+        guessed = any(one.chosen and not one.compiled for one in sizes)
+        tables = [
+            plan_tables.simulation_table(found),
+            f"seconds: {estimates.ERROR}" if guessed else "",
+            simulation.text(cfg, found, own=loaded.own, estimate=functools.partial(planner.make, estimate=True)),
+        ]
+        print("\n".join(["\n\n".join(filter(None, tables)), *map(str, findings)]))
+    return _code(findings, fits=not sizes or any(one.chosen for one in sizes))
+
+
+def _make(args: argparse.Namespace, loaded: Loaded) -> Plan:
+    """Returns the plan of the target, else of this machine's own GPUs; without either of the configuration's card.
+
+    A run without steps, on a machine without GPUs, is planned for its CPU.
+    """
+    cfg, target = loaded.cfg, args.target or ""
+    on_gpu = not target and jax.default_backend() == "gpu"
+    if not cfg.train.steps and not target and not on_gpu:
+        return start_plan.of_cpu(cfg, _measure_cpu(workload.arithmetic(cfg, "cpu")))
+    if not on_gpu or (args.estimate and cfg.train.steps):  # the machine's own step is planned by compiling
+        target = planner.resolve_target(target, config=loaded.spec)
+    return planner.plan_run(cfg, target, estimate=args.estimate)
 
 
 def _measure_cpu(dtype: str) -> start_plan.Speed:
@@ -81,28 +80,14 @@ def _measure_cpu(dtype: str) -> start_plan.Speed:
     return start_plan.Speed({one: each.matmul for one, each in found.items()}, own.matmul, own.bandwidth)
 
 
-def _this_card() -> str:
-    card = gpus.of_device(jax.local_devices()[0])
-    if card is None:
-        raise UserError("plan: this machine's card is not in the table of cards; name one with --target, as h100x1")
-    return f"{card.name}x{jax.device_count()}"
-
-
-def _with_findings(found: planner.Plan, findings: Sequence[preflight.Finding]) -> planner.Plan:
-    return found | {"findings": [dataclasses.asdict(one) for one in findings]}
+def _with_findings(found: Plan, findings: Sequence[preflight.Finding]) -> dict[str, Any]:
+    return dataclasses.asdict(found) | {"findings": [dataclasses.asdict(one) for one in findings]}
 
 
 def _code(findings: Sequence[preflight.Finding], *, fits: bool) -> int:
     if any(one.severity == "error" for one in findings):
         return VOID
     return 0 if fits else NOTHING_FITS
-
-
-def _word(args: argparse.Namespace, loaded: Loaded) -> str:
-    """Returns the target's word; empty where the machine's own GPUs are meant."""
-    if not args.target and not args.estimate and jax.default_backend() == "gpu":
-        return ""  # planned by compiling, which an estimate is not
-    return planner.resolve_target(args.target or "", config=loaded.spec)
 
 
 def parse_counts(text: str) -> list[int]:

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lw_jax.commands.loading import PROJECT, Loaded, is_list, list_workdir
-from lw_jax.core.config import Config, to_dict
+from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.planning import planner, start_plan
-from lw_jax.planning.planner import Plan, inspect, resolve_target
+from lw_jax.planning import planner
+from lw_jax.planning.planner import inspect, resolve_target
+from lw_jax.planning.plans import Plan
 from lw_jax.slurm import job_list, job_script, past_runs, size_comparison
 from lw_jax.slurm.cluster_profile import PORTABLE, Site, find_site
-from lw_jax.slurm.job import Job, Request, describe_limit, make_job, make_start_job
+from lw_jax.slurm.job import Job, Request, describe_limit, make_job
 from lw_jax.slurm.past_runs import Record
 from lw_jax.training import preflight
 from sharding.errors import PlacementError
@@ -26,8 +27,6 @@ def run(args: argparse.Namespace, *loaded: Loaded) -> None:
     """
     if is_list(args):
         _write_list(args, loaded)
-    elif not loaded[0].cfg.train.steps:
-        _write_start(args, *loaded)
     else:
         _write_one(args, *loaded)
 
@@ -37,7 +36,9 @@ def _write_one(args: argparse.Namespace, loaded: Loaded) -> None:
     site, profile = find_site(args.site or "")
     warnings = _check({"": loaded.cfg}, submit=args.submit)
     plan, record, job = _plan_job(loaded, Path(args.measured) if args.measured else None, args=args, site=site)
-    file = _write_job(args, loaded, job, site, profile)
+    file = Path(args.output).absolute() if args.output else loaded.workdir.absolute() / "job.sbatch"
+    job_script.write(file, job_script.script(job, site), logs=job.logs)
+    print(f"{_describe_file(file, profile)}\n{job.origin}\n{describe_limit(job, site)}")
     notes = [*(record.describe_differences() if record else ()), *warnings]
     print("".join(f"{line}\n" for line in notes), end="")
     try:
@@ -46,33 +47,12 @@ def _write_one(args: argparse.Namespace, loaded: Loaded) -> None:
         print(f"other sizes are not compared: {error}")
         others = []
     print("\n".join(size_comparison.compare([plan, *others], hours=job.hours)))
-    used = plan["chosen"]["devices_used"]
-    if used < plan["devices"]:
-        card = plan["target"].rpartition("x")[0]
-        print(f"{used} of the {plan['devices']} GPUs do the work: --target {card}x{used} costs less")
+    used = plan.chosen.devices_used if plan.chosen else plan.devices
+    if used < plan.devices:
+        card = plan.target.rpartition("x")[0]
+        print(f"{used} of the {plan.devices} GPUs do the work: --target {card}x{used} costs less")
     if args.submit:
         print(job_script.submit(file))
-
-
-def _write_start(args: argparse.Namespace, task: Loaded) -> None:
-    """Writes the job of a run without steps."""
-    if args.measured:
-        raise UserError(f"--measured {args.measured}: config.train.steps = 0 has no step to take from it; --hours H")
-    site, profile = find_site(args.site or "")
-    plan = start_plan.of_target(task.cfg, resolve_target(args.target or "", config=task.spec))
-    values, folder = to_dict(task.cfg), task.workdir.absolute()
-    job = make_start_job(plan, resolved=values, workdir=folder, request=_request(args, task), site=site)
-    file = _write_job(args, task, job, site, profile)
-    if args.submit:
-        print(job_script.submit(file))
-
-
-def _write_job(args: argparse.Namespace, task: Loaded, job: Job, site: Site, profile: str) -> Path:
-    """Writes one run's sbatch file and prints what it asks for; returns its path."""
-    file = Path(args.output).absolute() if args.output else task.workdir.absolute() / "job.sbatch"
-    job_script.write(file, job_script.script(job, site), logs=job.logs)
-    print(f"{_describe_file(file, profile)}\n{job.origin}\n{describe_limit(job, site)}")
-    return file
 
 
 def _write_list(args: argparse.Namespace, tasks: Sequence[Loaded]) -> None:
@@ -106,17 +86,13 @@ def _plan_job(
     task: Loaded, measured: Path | None, *, args: argparse.Namespace, site: Site
 ) -> tuple[Plan, Record | None, Job]:
     """Returns a task's plan, the record of its earlier run in `measured`, if that is given, and its job."""
-    plan = planner.make(task.cfg, resolve_target(args.target or "", config=task.spec))
+    plan = planner.plan_run(task.cfg, resolve_target(args.target or "", config=task.spec))
     record = past_runs.read(measured, task.cfg, plan) if measured else None
-    values, folder = to_dict(task.cfg), task.workdir.absolute()
-    settings = {"resolved": values, "workdir": folder, "request": _request(args, task), "site": site}
-    return plan, record, make_job(plan, **settings, record=record)
-
-
-def _request(args: argparse.Namespace, task: Loaded) -> Request:
     script = PROJECT / "run.py"
     program = (str(script),) if script.is_file() else ("-m", "lw_jax.commands.program")
-    return Request(config=task.spec, assignments=args.assignments, program=program, hours=args.hours)
+    request = Request(config=task.spec, assignments=args.assignments, program=program, hours=args.hours)
+    folder = task.workdir.absolute()
+    return plan, record, make_job(plan, task.cfg, workdir=folder, request=request, site=site, record=record)
 
 
 def _check(runs: Mapping[str, Config], *, submit: bool) -> list[str]:

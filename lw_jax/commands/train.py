@@ -12,7 +12,7 @@ from lw_jax.commands.loading import Loaded
 from lw_jax.core import processes, runtime, tree
 from lw_jax.core.config import Config
 from lw_jax.hub import sources
-from lw_jax.planning import gpus, planner
+from lw_jax.planning import gpus, hardware, planner
 from lw_jax.recipes import selfmade
 from lw_jax.training import hardware_record, preflight, run_folder, sinks
 from lw_jax.training.checkpoint import Checkpointer
@@ -45,7 +45,7 @@ def main(cfg: Config, workdir: Path) -> int:
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     runtime.start_devices()
     preflight.refuse(preflight.inspect(cfg, None))  # an impossible schedule is refused before minutes of making readers
-    planner.check_processes(cfg, jax.device_count(), jax.process_count())
+    hardware.check_processes(cfg, jax.device_count(), jax.process_count())
     if jax.process_index():
         return _train(cfg, workdir, None)
     services = sinks.Services(cfg, workdir)  # before minutes of making readers and reading weights

@@ -290,7 +290,7 @@ def _batch(recipe: LatentWire, say: _Say) -> out_of_memory.HalvingBatch:
         found = evaluation_memory.of(generates, limit)
         size = processes.from_first(lambda: found.largest or multiple)
         if size < found.batch:
-            say(f"{found.describe(limit, 'generation')}; it is taken")
+            say(f"{found.description}; it is taken")
     return out_of_memory.HalvingBatch(size, multiple=multiple, say=say)
 
 

@@ -47,7 +47,7 @@ def generation(step_spec: StepSpec) -> Pass | None:
             for call, given in _answers(recipe, name, rows * placement.data)
         ]
 
-    return Pass(step_spec, resident, working, lower)
+    return Pass("generation", step_spec, resident, working, lower)
 
 
 def longest_prompts(recipe: LatentWire, name: str, size: int) -> list[PromptShapes]:

@@ -243,7 +243,6 @@ class Target:
 
     @property
     def devices(self) -> int:
-        """Number of GPUs in all nodes."""
         return self.per_host * self.hosts
 
     @property
@@ -253,7 +252,6 @@ class Target:
         return f"{nodes}{self.card.name}x{self.per_host}"
 
     def spans_hosts(self, group: Sequence[int]) -> bool:
-        """Says whether devices of more than one node are in the group."""
         return len({device // self.per_host for device in group}) > 1
 
     def link_bandwidth(self, group: Sequence[int]) -> float:

@@ -40,11 +40,6 @@ class Collective:
     operand_bytes: int  # that one device hands in
     wire_bytes: int  # that one device sends, by the ring algorithm
 
-    @property
-    def group_size(self) -> int:
-        """Devices in the largest group."""
-        return max(map(len, self.groups))
-
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -172,8 +167,6 @@ class _Op:
 
 
 class _Tally:
-    """Sums over one run of a computation."""
-
     def __init__(self) -> None:
         self.kernels: Counter[tuple[str, int, int]] = Counter()
         self.collectives: Counter[tuple[str, Groups, int]] = Counter()
@@ -187,7 +180,6 @@ class _Tally:
         self.uncounted |= other.uncounted
 
     def work(self) -> tuple[int, int]:
-        """FLOPs and bytes."""
         runs = self.kernels.items()
         return sum(flops * n for (_, flops, _), n in runs), sum(size * n for (_, _, size), n in runs)
 

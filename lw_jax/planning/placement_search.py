@@ -1,98 +1,63 @@
 """Search over placement, recomputation and micro-batch: candidates are compiled, the fastest that fits is taken."""
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from lw_jax import recipes
 from lw_jax.core import config, processes
 from lw_jax.core.config import REMATS, Config
 from lw_jax.core.progress import phase
-from lw_jax.core.types import Tree
 from lw_jax.planning import estimate as estimates
-from lw_jax.planning import hlo_counts, roofline
+from lw_jax.planning import hlo_counts, plans, roofline
 from lw_jax.planning.estimate import Estimate
-from lw_jax.planning.gpus import Target
+from lw_jax.planning.hardware import Hardware
+from lw_jax.planning.plans import Guess, StepCandidate
 from lw_jax.planning.roofline import Times
 from lw_jax.training import micro_batch_search, out_of_memory
-from lw_jax.training.memory import Compile, StepMemory, bytes_of, compile_here, placed_bytes
+from lw_jax.training.memory import StepMemory, bytes_of, placed_bytes
 from lw_jax.training.memory_limit import MemoryLimit
-from lw_jax.training.recipe import Recipe
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
 from sharding import placement as placements
 from sharding.errors import PlacementError
-from sharding.mesh import Device
 from sharding.placement import Placement
 
 # A micro-batch of this size saturates a GPU's matmuls (their rows are examples x positions): where the card's speed is
 # not known, recomputation only pays below it.
 ENOUGH = 16
 
-
-@dataclasses.dataclass(frozen=True)
-class Hardware:
-    """Devices to plan for, present or absent.
-
-    Attributes:
-        devices: the devices, or stand-ins of `gpus.compile_devices` that programs can be compiled for.
-        room: memory of one device and the share of it to use; None where the runtime reports no memory.
-        target: card and nodes, for the roofline; None where the card's peak rates are not known.
-        compile: turns a lowered program into a compiled one; None plans by arithmetic only.
-    """
-
-    devices: Sequence[Device]
-    room: MemoryLimit | None
-    target: Target | None = None
-    compile: Compile | None = compile_here
+_C = TypeVar("_C", bound=StepCandidate)
 
 
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """One placement of the train step with one recomputation.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial(StepCandidate):
+    """A candidate with what its figures come from.
 
     Attributes:
-        strategy: name of the sharding table, e.g. "fsdp".
-        mesh: axis sizes as text, data x model.
-        remat: recomputation, or "-" where no program was described.
         placement: the meshes; None where the devices do not form them.
-        needs: memory and micro-batch, compiled or by arithmetic.
-        times: roofline seconds of a step; None where they are not known.
-        untimed: reason why they are not known, where the card's peak rates are.
-        obstacle: reason why the step cannot run; empty where it can.
-        flops: matrix products of one step on the busiest device.
-        collective_bytes: bytes that one device sends in a step.
-        moved_bytes: bytes that all kernels of one device read and write in a step; 0 where nothing was compiled.
-        estimate: arithmetic of the same micro-batch.
         program: the step and its arrays as shapes.
+        needs: memory, compiled or by arithmetic.
+        guess: arithmetic of the same micro-batch.
+        untimed: reason why its seconds are not known, where the card's peak rates are.
     """
 
-    strategy: str
-    mesh: str
-    remat: str
+    fits: bool = False
     placement: Placement | None = None
-    needs: StepMemory | None = None
-    times: Times | None = None
-    untimed: str = ""
-    obstacle: str = ""
-    flops: float = 0.0
-    collective_bytes: float = 0.0
-    moved_bytes: float = 0.0
-    estimate: Estimate | None = None
     program: StepSpec | None = dataclasses.field(default=None, compare=False, repr=False)
+    needs: StepMemory | None = None
+    guess: Estimate | None = None
+    untimed: str = ""
 
-    @property
-    def fits(self) -> bool:
-        """True where the step runs within the memory limit."""
-        return self.needs is not None and not self.obstacle
+    def candidate(self) -> StepCandidate:
+        return StepCandidate(**{one.name: getattr(self, one.name) for one in dataclasses.fields(StepCandidate)})
 
 
-def choose(cfg: Config, hardware: Hardware) -> list[Candidate]:
-    """Returns every candidate; those whose weights fit are compiled (or estimated), for the longest examples."""
+def choose(cfg: Config, hardware: Hardware) -> list[Trial]:
+    """Returns what was tried; those whose weights fit are compiled (or estimated), for the longest examples."""
     readers, count = recipes.reader_bytes(cfg), len(hardware.devices)
-    target = hardware.target
-    hosts = target.hosts if target else len({device.process_index for device in hardware.devices})
-    found, tried = [], list(strategies(cfg, readers, count, hosts))
+    found, tried = [], list(strategies(cfg, readers, count, hardware.hosts))
     what = "compiling the training step for" if hardware.compile else "estimating"
     with phase(
         f"planning: {what} each placement of {count} device{'s' * (count > 1)}", len(tried), "placements"
@@ -101,12 +66,13 @@ def choose(cfg: Config, hardware: Hardware) -> list[Candidate]:
             if strategy == "fsdp" and any(one.strategy == "fsdp" and one.placement for one in found):
                 continue  # on more devices
             try:
-                placements.check_processes(strategy, data, model, devices=count, processes=hosts)
+                placements.check_processes(strategy, data, model, devices=count, processes=hardware.hosts)
                 placed = placements.place(strategy, readers, data=data, model=model, devices=hardware.devices)
                 placed = dataclasses.replace(placed, stands_for="gpu" if hardware.target else "")
                 found += list(_measure(cfg, placed, hardware))
             except PlacementError as error:
-                found.append(Candidate(strategy, _axes(data, model), "-", obstacle=str(error)))
+                mesh = plans.axes(data, model)
+                found.append(Trial(strategy=strategy, mesh=mesh, remat="-", obstacle=str(error)))
     return found
 
 
@@ -146,84 +112,57 @@ def strategies(
         yield ("hybrid3" if count == 3 else "hybrid4"), -1, 1
 
 
-def pick(found: Sequence[Candidate]) -> Candidate | None:
+def pick(found: Sequence[_C]) -> _C | None:
     """Returns the fastest candidate that fits; of equally fast ones that with the fewest devices, then the least full.
 
     Times are predictions: a gain of less than 2 % does not pay for more devices. Where one of them is not known, the
     arithmetic of one device stands for time, and of equals the one that sends least is taken.
     """
-    fitting = [candidate for candidate in found if candidate.fits]
-    times = [candidate.times for candidate in fitting if candidate.times]
-    timed = len(times) == len(fitting)
+    fitting = [one for one in found if one.fits]
+    timed = all(one.step_seconds for one in fitting)
 
-    def cost(candidate: Candidate) -> float:
-        return candidate.times.total if timed and candidate.times else candidate.flops
+    def cost(one: _C) -> float:
+        return one.step_seconds if timed and one.step_seconds else one.flops
 
     near = 1.02 * min(map(cost, fitting), default=0.0)
 
-    def order(candidate: Candidate) -> tuple[bool, float, int, int]:
-        assert candidate.placement is not None and candidate.needs is not None, "it fits"
-        sent = 0.0 if timed else candidate.collective_bytes
-        return cost(candidate) > near, sent, candidate.placement.devices, candidate.needs.peak
+    def order(one: _C) -> tuple[bool, float, int, int]:
+        return cost(one) > near, 0.0 if timed else one.collective_bytes, one.devices_used, one.peak_bytes
 
     return min(fitting, key=order, default=None)
 
 
-def nothing_fits(
-    rows: Sequence[Mapping[str, Any]], devices: int, room: MemoryLimit, remedies: Sequence[str] = ()
-) -> str:
-    """Returns one message with each planned candidate's obstacle and the remedies."""
-    obstacles = "; ".join(f"{row['strategy']} {row['mesh']}: {row['obstacle']}" for row in rows)
-    more = "".join(f"; {line}" for line in remedies)
-    return (
-        f"no placement on {devices} devices with {bytes_of(room.usable)} each holds this configuration: {obstacles}. "
-        f"Use more or larger devices, smaller readers, or a higher mesh.target_utilisation{more}"
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Draft:
-    """A candidate before compilation, with the estimate of its largest micro-batch that fits."""
-
-    candidate: Candidate
-    program: StepSpec
-    widths: Tree
-    estimate: Estimate
-
-
-def _measure(cfg: Config, placed: Placement, hardware: Hardware) -> Iterator[Candidate]:
+def _measure(cfg: Config, placed: Placement, hardware: Hardware) -> Iterator[Trial]:
     """Yields the candidates of one placement that were compiled, the best one last.
 
     Recomputations are tried in the order of their estimates. As a rule one is compiled; a second one where a smaller
     micro-batch of the first fits than estimated, which may make it slower.
     """
-    room = hardware.room
-    assert room is not None, "planning needs the devices' memory"
-    drafts = []
+    room, drafts = hardware.limit, []
     for remat in REMATS[cfg.recipe] if cfg.compute.remat == "auto" else (cfg.compute.remat,):
         own = config.with_remat(cfg, remat)
-        recipe = recipes.make(own, placed, outline=True)
-        program = StepSpec(own, recipe)
+        program = StepSpec(own, recipes.make(own, placed, outline=True))
         program.accumulation(cfg.train.micro_batch)  # or PlacementError: the batch does not go with the devices
-        candidate = Candidate(placed.strategy, _mesh(placed), remat, placed, program=program)
+        found = plans.layout(placed) | {"strategy": placed.strategy, "remat": remat, "placement": placed}
+        candidate = Trial(**found, program=program)
         if (whole := placed_bytes(program)) > room.usable:
             why = f"weights and optimizer alone take {bytes_of(whole)} of {bytes_of(room.usable)}"
             yield dataclasses.replace(candidate, remat="-", obstacle=why)
             return
-        drafts.append(_draft(candidate, program, recipe, hardware))
-    fitting: Candidate | None = None
-    for draft in sorted(drafts, key=lambda draft: _rank(draft, room)):
-        if fitting and not _is_slower(fitting.estimate, draft.estimate):
+        drafts.append((candidate, program, _guess(program, hardware)))
+    fitting: Trial | None = None
+    for candidate, program, first in sorted(drafts, key=lambda draft: _rank(draft[2], room)):
+        if fitting and not _is_slower(fitting.guess, first):
             return
         try:
-            needs = _needs(draft, hardware)
+            needs = _needs(program, first, hardware)
         except out_of_memory.OutOfMemory as error:
-            yield dataclasses.replace(draft.candidate, obstacle=f"too large for the compiler: {error}")
+            yield dataclasses.replace(candidate, obstacle=f"too large for the compiler: {error}")
             continue
-        guess = estimates.estimate(draft.program, draft.widths, needs.micro_batch, hardware.target)
-        found = dataclasses.replace(draft.candidate, needs=needs, estimate=guess)
+        guess = estimates.estimate(program, program.recipe.batch_widths(), needs.micro_batch, hardware.target)
+        found = dataclasses.replace(candidate, needs=needs, guess=guess, **_sizes(program, needs, guess))
         if needs.peak <= room.usable:
-            fitting = _time(found, hardware)
+            fitting = _time(found, hardware, cfg.train.global_batch)
             yield fitting
             continue
         why = f"a micro-batch of {needs.micro_batch} needs {bytes_of(needs.peak)} of {bytes_of(room.usable)}"
@@ -234,68 +173,84 @@ def _is_slower(one: Estimate | None, other: Estimate) -> bool:
     return bool(one and one.times and other.times and one.times.total > other.times.total)
 
 
-def _draft(candidate: Candidate, program: StepSpec, recipe: Recipe, hardware: Hardware) -> _Draft:
-    shapes, room = recipe.batch_widths(), hardware.room
-    assert room is not None, "planning needs the devices' memory"
-    micro = program.cfg.train.micro_batch
+def _guess(program: StepSpec, hardware: Hardware) -> Estimate:
+    """Returns the estimate of the configured micro-batch, else of the largest that fits."""
+    widths, micro = program.recipe.batch_widths(), program.cfg.train.micro_batch
     if not micro:
 
         def estimate(micro: int) -> StepMemory:
-            return estimates.estimate(program, shapes, micro, None).needs
+            return estimates.estimate(program, widths, micro, None).needs
 
-        micro = micro_batch_search.search(micro_batch_search.legal_sizes(program), estimate, room.usable).micro_batch
-    found = estimates.estimate(program, shapes, micro, hardware.target)
-    return _Draft(candidate, program, shapes, found)
+        legal = micro_batch_search.legal_sizes(program)
+        micro = micro_batch_search.search(legal, estimate, hardware.limit.usable).micro_batch
+    return estimates.estimate(program, widths, micro, hardware.target)
 
 
-def _rank(draft: _Draft, room: MemoryLimit) -> tuple[bool, bool, float]:
+def _rank(guess: Estimate, room: MemoryLimit) -> tuple[bool, bool, float]:
     """Sort key: candidates that fit first, then by time; where the card's speed is not known, by micro-batch."""
-    needs, times = draft.estimate.needs, draft.estimate.times
+    needs, times = guess.needs, guess.times
     small = needs.accumulation > 1 and needs.micro_batch < ENOUGH
     return needs.peak > room.usable, times is None and small, times.total if times else 0.0
 
 
-def _needs(draft: _Draft, hardware: Hardware) -> StepMemory:
+def _needs(program: StepSpec, guess: Estimate, hardware: Hardware) -> StepMemory:
     """Returns the needs of the configured micro-batch, else of the largest that fits; raises OutOfMemory."""
-    program, room, compile = draft.program, hardware.room, hardware.compile
-    assert room is not None, "planning needs the devices' memory"
+    widths, micro, compile = program.recipe.batch_widths(), program.cfg.train.micro_batch, hardware.compile
     if compile is None:
-        return draft.estimate.needs
-    if program.cfg.train.micro_batch:
-        return micro_batch_search.measure(program, draft.widths, program.cfg.train.micro_batch, compile=compile)
-    guess = draft.estimate.needs.micro_batch
-    return micro_batch_search.largest_micro_batch(program, draft.widths, room, compile=compile, guess=guess)
+        return guess.needs
+    if micro:
+        return micro_batch_search.measure(program, widths, micro, compile=compile)
+    return micro_batch_search.largest_micro_batch(
+        program, widths, hardware.limit, compile=compile, guess=guess.needs.micro_batch
+    )
 
 
-def _time(candidate: Candidate, hardware: Hardware) -> Candidate:
+def _sizes(program: StepSpec, needs: StepMemory, guess: Estimate) -> dict[str, Any]:
+    cut, seconds = program.cut(needs.accumulation), guess.times.total if guess.times else None
+    return {
+        "micro_batch": needs.micro_batch,
+        "accumulation": needs.accumulation,
+        "rows": cut.rows,
+        "filling": cut.describe(),
+        "peak_bytes": needs.peak,
+        "weights_bytes": needs.weights,
+        "trainable_bytes": needs.trainable,
+        "optimizer_bytes": needs.optimizer,
+        "batch_bytes": needs.batch,
+        "activation_bytes": needs.activations,
+        "estimate": Guess(guess.needs.peak, guess.flops, guess.collective_bytes, seconds),
+    }
+
+
+def _time(candidate: Trial, hardware: Hardware, global_batch: int) -> Trial:
     """Returns the candidate with its predicted step time, which all processes take from the first one."""
-    found = processes.from_first(lambda: _figures(candidate, hardware))
-    return dataclasses.replace(candidate, **found | {"times": found["times"] and Times(**found["times"])})
+    found = dict(processes.from_first(lambda: _figures(candidate, hardware)))
+    if found["seconds"]:
+        times = Times(**found["seconds"])
+        found |= {"seconds": times, "step_seconds": times.total, "samples_per_second": global_batch / times.total}
+    return dataclasses.replace(candidate, fits=True, **found)
 
 
-def _figures(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
-    """Returns the figures of a step by field of `Candidate`: by arithmetic where its programs cannot be read.
+def _figures(candidate: Trial, hardware: Hardware) -> dict[str, Any]:
+    """Returns the figures of a step by field of `Trial`: by arithmetic where its programs cannot be read.
 
     Readers on separate meshes run concurrently, so the slowest counts; all other programs run one after the other.
     """
-    needs, guess, placement = candidate.needs, candidate.estimate, candidate.placement
+    needs, guess, placement = candidate.needs, candidate.guess, candidate.placement
     assert needs is not None and placement is not None and guess is not None
     arithmetic = {"flops": guess.flops, "collective_bytes": guess.collective_bytes}
     if not needs.programs:
-        return arithmetic | {"times": guess.times and dataclasses.asdict(guess.times)}
+        return arithmetic | {"seconds": guess.times and dataclasses.asdict(guess.times)}
     times: dict[str, Times] = {}
-    flops: dict[Any, float] = {}
-    wire: dict[Any, float] = {}
-    moved: dict[Any, float] = {}
+    flops, sent, moved = (collections.defaultdict[Any, float](float) for _ in range(3))  # by mesh
     for name, (compiled, part) in needs.programs.items():
         try:
             analysed = hlo_counts.analyse(compiled.as_text())
         except hlo_counts.Unreadable as error:
-            return arithmetic | {"times": None, "untimed": str(error)}
-        flops[part.mesh] = flops.get(part.mesh, 0.0) + part.runs * analysed.flops
-        sent = sum(each.wire_bytes for each in analysed.collectives)
-        wire[part.mesh] = wire.get(part.mesh, 0.0) + part.runs * sent
-        moved[part.mesh] = moved.get(part.mesh, 0.0) + part.runs * (analysed.matmul_bytes + analysed.traffic_bytes)
+            return arithmetic | {"seconds": None, "untimed": str(error)}
+        flops[part.mesh] += part.runs * analysed.flops
+        sent[part.mesh] += part.runs * analysed.wire_bytes
+        moved[part.mesh] += part.runs * (analysed.matmul_bytes + analysed.traffic_bytes)
         if hardware.target:
             one = roofline.predict(analysed, hardware.target)
             times[name] = Times(part.runs * one.gemm, part.runs * one.memory, part.runs * one.collective)
@@ -303,18 +258,8 @@ def _figures(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
     sequential = [*times.values(), *sorted(concurrent, key=lambda one: one.total)[-1:]]
     total = {part: sum(getattr(one, part) for one in sequential) for part in ("gemm", "memory", "collective")}
     return {
-        "times": total if hardware.target else None,
+        "seconds": total if hardware.target else None,
         "flops": max(flops.values()),
-        "collective_bytes": max(wire.values()),
+        "collective_bytes": max(sent.values()),
         "moved_bytes": max(moved.values()),
     }
-
-
-def _mesh(placed: Placement) -> str:
-    if not placed.on_several_meshes:
-        return _axes(placed.data, placed.learner.shape["model"])
-    return ", ".join(f"{name} {_axes(*at.mesh.devices.shape)}" for name, at in placed.readers.items())
-
-
-def _axes(data: int, model: int) -> str:
-    return f"{'?' if data == -1 else data}x{model}"

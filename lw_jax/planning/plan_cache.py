@@ -1,6 +1,7 @@
 """Plans on disk, by what shapes them: runs that differ in seed, rates, steps or reports share one."""
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -13,8 +14,10 @@ from lw_jax import recipes
 from lw_jax.core import config, precision, schema
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import write_whole
+from lw_jax.core.files import content_hash, write_whole
 from lw_jax.hub import sources
+from lw_jax.planning.hardware import HERE
+from lw_jax.planning.plans import StepPlan
 from lw_jax.training import memory_limit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,41 +37,38 @@ SHAPING = (
 
 
 def path(cfg: Config, name: str) -> Path:
-    """Returns the file of a plan: by target, the keys that shape it (`config.shape`), versions and code.
-
-    `name` is the target's, or "here" for this machine's devices.
-    """
+    """Returns the file of a plan: by target or `HERE`, the keys that shape it (`config.shape`), versions and code."""
     here = [*(device.device_kind for device in jax.devices()), jax.process_count(), str(memory_limit.local(cfg))]
     here.append(precision.resolve(cfg.compute.dtype, jax.devices()[0].platform))  # of a CPU by its processor
     asked = [
         name,
-        here if name == "here" else [],
+        here if name == HERE else [],
         config.shape(cfg),
         _shapes(cfg),  # a local folder may hold another model under the same name
         _versions(),
         code(),
     ]
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
-    return sources.cache_root() / "plans" / f"{name}-{digest}.json"
+    return sources.cache_root() / "plans" / f"{name}-{content_hash(asked, size=8)}.json"
 
 
-def read(file: Path) -> dict[str, Any] | None:
+def read(file: Path) -> StepPlan | None:
     """Returns a cached plan; None where there is none or the file is damaged."""
     with contextlib.suppress(FileNotFoundError, UserError):
-        found = schema.read(file, dict[str, Any], remedy="")
-        if found.keys() >= {"target", "chosen", "candidates"}:
-            return found | {"cached": True}
+        return dataclasses.replace(schema.read(file, StepPlan, remedy=""), cached=True)
     return None
 
 
-def write(file: Path, found: dict[str, Any]) -> None:
-    """Caches a plan."""
+def decode(values: Any) -> StepPlan:
+    """Returns the plan of `dataclasses.asdict`, as another process sends it."""
+    return schema.convert(values, StepPlan, where="the first process's plan", remedy="all must run the same code")
+
+
+def write(file: Path, plan: StepPlan) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, json.dumps(found))
+    write_whole(file, json.dumps(dataclasses.asdict(plan)))
 
 
 def code() -> str:
-    """Returns a digest of the files of `SHAPING`."""
     digest = hashlib.sha256()
     for pattern in SHAPING:
         for file in sorted(ROOT.glob(pattern)):

@@ -6,7 +6,6 @@ are added up: no overlap is assumed, so whatever XLA hides behind other work mak
 
 import dataclasses
 
-from lw_jax.core.errors import UserError
 from lw_jax.planning.gpus import Card, Target
 from lw_jax.planning.hlo_counts import Collective, Kernel, Program
 
@@ -38,28 +37,20 @@ class Times:
         return self.gemm + self.memory + self.collective
 
 
-def predict(program: Program, target: Target, *, dtype: str = "") -> Times:
-    """Returns the seconds that one run of the program takes on the target.
-
-    Each matrix product runs at the peak of its own arithmetic; `dtype` (a word of `Card.peak`) sets one for all, for
-    a program compiled for another machine (on a CPU every product becomes fp32). Raises UserError for a dtype without
-    a peak.
-    """
-    if dtype and dtype not in target.card.peak:
-        known = ", ".join(target.card.peak)
-        raise UserError(f"dtype {dtype!r}: {target.card.name} has no peak for it; use one of {known}.")
+def predict(program: Program, target: Target) -> Times:
+    """Returns the seconds of one run of the program; each matrix product runs at the peak of its own arithmetic."""
     matmuls = [kernel for kernel in program.kernels if kernel.flops]
     others = [kernel for kernel in program.kernels if not kernel.flops]
     return Times(
-        gemm=sum(_kernel_seconds(kernel, target.card, dtype) * kernel.executed for kernel in matmuls),
-        memory=sum(_kernel_seconds(kernel, target.card, dtype) * kernel.executed for kernel in others),
+        gemm=sum(_kernel_seconds(kernel, target.card) * kernel.executed for kernel in matmuls),
+        memory=sum(_kernel_seconds(kernel, target.card) * kernel.executed for kernel in others),
         collective=sum(_collective_seconds(collective, target) for collective in program.collectives),
     )
 
 
-def _kernel_seconds(kernel: Kernel, card: Card, dtype: str) -> float:
+def _kernel_seconds(kernel: Kernel, card: Card) -> float:
     traffic = kernel.bytes / (card.bandwidth * BANDWIDTH_FRACTION)
-    arithmetic = kernel.flops / (_peak(card, dtype or kernel.arithmetic) * MATMUL_FRACTION) if kernel.flops else 0.0
+    arithmetic = kernel.flops / (_peak(card, kernel.arithmetic) * MATMUL_FRACTION) if kernel.flops else 0.0
     return max(arithmetic, traffic, KERNEL_SECONDS)
 
 

@@ -13,9 +13,9 @@ from lw_jax.core.config import Config
 from lw_jax.core.validation import MADE
 from lw_jax.data import examples, pairs, row_sources
 from lw_jax.planning import plan_tables
+from lw_jax.planning.plans import StepCandidate, StepPlan
 
-Plan = Mapping[str, Any]
-Estimate = Callable[[Config, str], Plan]  # (configuration, target) -> its plan by arithmetic
+Estimate = Callable[[Config, str], StepPlan]  # (configuration, target) -> its plan by arithmetic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Change:
     """One changed value, everything else as planned; before and after by arithmetic."""
 
     what: str
-    before: Plan | None  # the chosen candidate; None: does not fit
-    after: Plan | None
+    before: StepCandidate | None  # the chosen candidate; None: does not fit
+    after: StepCandidate | None
 
 
 def epoch(cfg: Config) -> int | None:
@@ -45,15 +45,16 @@ def epoch(cfg: Config) -> int | None:
     return len({one.context for one in found}) if data.packed_tokens else len(found)
 
 
-def text(cfg: Config, plans: Sequence[Plan], *, own: Mapping[str, Any], estimate: Estimate) -> str:
+def text(cfg: Config, plans: Sequence[StepPlan], *, own: Mapping[str, Any], estimate: Estimate) -> str:
     """Returns the tables of all sizes on which the job fits; empty where it fits on none.
 
     Args:
         own: what the configuration's file sets of `config.SEARCHED`; its micro-batch is "before", else 1.
     """
-    sizes = [one for one in plans if one["devices"] and one["chosen"]]
+    sizes = [(one, one.chosen) for one in plans if one.devices and one.chosen]
     if not sizes:
         return ""
+    first, _ = sizes[0]
     size = epoch(cfg)
     cost = ("GPUs", "memory a GPU", "samples/s", "epoch, min", "hours", "GPU-hours", "beside the first")
     batch = (
@@ -69,14 +70,16 @@ def text(cfg: Config, plans: Sequence[Plan], *, own: Mapping[str, Any], estimate
         "rest",
     )
     change = ("GPUs", "change", "hours", "->", "", "peak GB", "->")
-    changed = [(one, each) for one in sizes for each in changes(cfg, one, own=own, estimate=estimate)]
+    changed = [
+        (one, each) for one, best in sizes for each in changes(cfg, one.target, best, own=own, estimate=estimate)
+    ]
     blocks = [
         [_job(cfg, size)],
-        plan_tables.align([cost, *(_cost(one, sizes[0], size) for one in sizes)]),
-        plan_tables.align([batch, *(_batch(one) for one in sizes)]),
+        plan_tables.align([cost, *(_cost(*pair, first, size) for pair in sizes)]),
+        plan_tables.align([batch, *(_batch(*pair) for pair in sizes)]),
         plan_tables.align([change, *(_changed(*pair) for pair in changed)]),
     ]
-    how = "compiled" if all(one["compiled"] for one in sizes) else "by arithmetic"
+    how = "compiled" if all(one.compiled for one, _ in sizes) else "by arithmetic"
     notes = [
         f"GB are 1e9 bytes on the fullest GPU; memory, batches and hours {how}, changes by arithmetic on both sides; "
         "hours are of the steps, without validations"
@@ -84,17 +87,14 @@ def text(cfg: Config, plans: Sequence[Plan], *, own: Mapping[str, Any], estimate
     return "\n\n".join("\n".join(block) for block in [*blocks, notes])
 
 
-def changes(cfg: Config, plan: Plan, *, own: Mapping[str, Any], estimate: Estimate) -> list[Change]:
+def changes(
+    cfg: Config, target: str, best: StepCandidate, *, own: Mapping[str, Any], estimate: Estimate
+) -> list[Change]:
     """Returns the cost of another micro-batch, twice the latents and twice the steps on a plan's cards."""
-    chosen, target = plan["chosen"], plan["target"]
-    micro = chosen["micro_batch"]
+    micro = best.micro_batch
 
-    def asked(**values: Any) -> Plan | None:
-        placed = {"mesh.placement": chosen["strategy"], "mesh.data": chosen["data"], "mesh.model": chosen["model"]}
-        if chosen["strategy"] == "single":
-            placed["mesh.data"] = -1
-        whole = placed | {"compute.remat": chosen["remat"], "train.micro_batch": micro} | values
-        return estimate(_with(cfg, whole), target)["chosen"]
+    def asked(**values: Any) -> StepCandidate | None:
+        return estimate(_with(cfg, best.overrides() | values), target).chosen
 
     planned, first = asked(), own.get("train.micro_batch") or 1
     found = []
@@ -124,35 +124,30 @@ def _job(cfg: Config, size: int | None) -> str:
     return line + latents
 
 
-def _cost(plan: Plan, first: Plan, size: int | None) -> tuple[str, ...]:
-    best, count, rate = plan["chosen"], plan["devices"], plan["chosen"]["samples_per_second"]
-    share = best["peak_bytes"] / plan["memory_bytes"]
-    memory = f"{best['peak_bytes'] / 1e9:.1f} of {plan['memory_bytes'] / 1e9:.1f} GB ({share:.0%})"
-    if rate is None or first["hours"] is None:
+def _cost(plan: StepPlan, best: StepCandidate, first: StepPlan, size: int | None) -> tuple[str, ...]:
+    count, rate, hours = plan.devices, best.samples_per_second, plan.hours
+    share = best.peak_bytes / plan.memory_bytes
+    memory = f"{best.peak_bytes / 1e9:.1f} of {plan.memory_bytes / 1e9:.1f} GB ({share:.0%})"
+    if rate is None or hours is None or first.hours is None:
         return (str(count), memory, "-", "-", "-", "-", "-")
-    spent, base = count * plan["hours"], first["devices"] * first["hours"]
+    spent, base = count * hours, first.devices * first.hours
     minutes = f"{size / rate / 60:.1f}" if size else "-"
-    beside = f"{first['hours'] / plan['hours']:.2f} x as fast, {spent / base:.2f} x the GPU-hours"
-    return (str(count), memory, f"{rate:.1f}", minutes, f"{plan['hours']:.2f}", f"{spent:.2f}", beside)
+    beside = f"{first.hours / hours:.2f} x as fast, {spent / base:.2f} x the GPU-hours"
+    return (str(count), memory, f"{rate:.1f}", minutes, f"{hours:.2f}", f"{spent:.2f}", beside)
 
 
-def _batch(plan: Plan) -> tuple[str, ...]:
-    best = plan["chosen"]
-    data, filling = best["rows"] // (best["micro_batch"] * best["accumulation"]), best["rows"] - plan["global_batch"]
-    sizes = (best[f"{part}_bytes"] / 1e9 for part in ("weights", "trainable", "optimizer"))
-    rest = (best["activation_bytes"] + best["batch_bytes"]) / 1e9
-    words = (plan["devices"], best["micro_batch"], data, best["accumulation"], filling, plan["global_batch"])
-    return (*map(str, words), *(f"{size:.2f}" for size in sizes), f"{rest:.2f}")
+def _batch(plan: StepPlan, best: StepCandidate) -> tuple[str, ...]:
+    data, padding = best.rows // (best.micro_batch * best.accumulation), best.rows - plan.global_batch
+    rest = best.activation_bytes + best.batch_bytes
+    sizes = (best.weights_bytes, best.trainable_bytes, best.optimizer_bytes, rest)
+    words = (plan.devices, best.micro_batch, data, best.accumulation, padding, plan.global_batch)
+    return (*map(str, words), *(f"{size / 1e9:.2f}" for size in sizes))
 
 
-def _changed(plan: Plan, change: Change) -> tuple[str, ...]:
-    def shown(one: Plan | None, key: str, scale: float) -> str:
-        if one is None:
-            return "does not fit"
-        return "-" if one[key] is None else f"{one[key] / scale:.2f}"
-
-    both = change.before and change.after and change.before["hours"] and change.after["hours"]
-    factor = f"({change.after['hours'] / change.before['hours']:.2f} x)" if both else ""  # type: ignore[index]
-    hours = [shown(one, "hours", 1.0) for one in (change.before, change.after)]
-    peaks = [shown(one, "peak_bytes", 1e9) for one in (change.before, change.after)]
-    return (str(plan["devices"]), change.what, hours[0], hours[1], factor, *peaks)
+def _changed(plan: StepPlan, change: Change) -> tuple[str, ...]:
+    both = change.before, change.after
+    hours = [one and one.hours for one in both]
+    factor = f"({hours[1] / hours[0]:.2f} x)" if hours[0] and hours[1] else ""
+    times = ["does not fit" if one is None else "-" if one.hours is None else f"{one.hours:.2f}" for one in both]
+    peaks = ["does not fit" if one is None else f"{one.peak_bytes / 1e9:.2f}" for one in both]
+    return (str(plan.devices), change.what, *times, factor, *peaks)

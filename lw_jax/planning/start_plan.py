@@ -22,8 +22,9 @@ from lw_jax.core.config import Config
 from lw_jax.core.progress import phase
 from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.models import cache_code
-from lw_jax.planning import gpus, host_memory, planner
-from lw_jax.planning.placement_search import Hardware
+from lw_jax.planning import hardware, host_memory, plans
+from lw_jax.planning.hardware import HOST_BYTES, Hardware
+from lw_jax.planning.plans import Candidate, Plan
 from lw_jax.planning.roofline import BANDWIDTH_FRACTION, MATMUL_FRACTION
 from lw_jax.recipes import cache_start
 from lw_jax.recipes.cache_wire import CacheWire
@@ -86,92 +87,50 @@ class ReaderPlan:
     message_bytes: int  # those of a message at encoder.ratio
 
 
-@dataclasses.dataclass(frozen=True)
-class Candidate:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StartCandidate(Candidate):
     """One placement of all readers."""
 
-    strategy: str
-    mesh: str
-    data: int
-    model: int
-    devices_used: int
-    peak_bytes: int  # of the fullest device
-    fits: bool
-    obstacle: str
     readers: dict[str, ReaderPlan]
 
-    def overrides(self) -> dict[str, str | int]:
-        """Returns, by path, the configuration values that make a run of it."""
-        return {"mesh.placement": self.strategy, "mesh.data": self.data, "mesh.model": self.model}
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StartPlan(Plan):
+    """Plan of a run without steps."""
 
-@dataclasses.dataclass(frozen=True)
-class StartPlan:
-    """What `plan` prints of a run without steps."""
-
-    target: str
-    devices: int
-    hosts: int
-    per_host: int
-    compiled: bool
-    why_not_compiled: str
-    memory_bytes: int
-    limit_bytes: int
+    candidates: tuple[StartCandidate, ...] = ()
+    chosen: StartCandidate | None
     rows: int  # texts at once
     tokens: int  # of a text, at most
     texts: int
     ratio: int
-    plan_seconds: float
-    candidates: tuple[Candidate, ...]
-    chosen: Candidate | None
-    hours: float | None
-    host_memory_bytes: int
 
 
 def of_target(cfg: Config, target: str, *, estimate: bool = False) -> StartPlan:
-    """Returns the plan of a target ("h100x1").
-
-    Raises:
-        UserError: the target is not known, has several nodes, or its estimate needs more virtual CPU devices.
-    """
-    wanted = gpus.parse(target)
-    planner.check_processes(cfg, wanted.devices, wanted.hosts)
-    why = ""
-    try:
-        hardware = planner.absent(cfg, wanted, compiler=not estimate)
-    except gpus.CompilerAbsent as error:
-        hardware, why = planner.absent(cfg, wanted, compiler=False), str(error)
-    return make(cfg, hardware, wanted.name, speed=speed_of(hardware), why_not_compiled=why)
+    """Returns the plan of a target ("h100x1"), or of this machine's GPUs; raises as `hardware.find`."""
+    on = hardware.find(cfg, target, estimate=estimate)
+    return make(cfg, dataclasses.replace(on, compile=None) if estimate else on, speed_of(on))
 
 
 def of_cpu(cfg: Config, speed: Speed) -> StartPlan:
     """Returns the plan of this machine's CPU, whose speed was measured."""
     memory = int(cfg.mesh.memory_gb * 1e9) or host_memory.available() or 0
     room = memory_limit.of_devices(cfg, memory)
-    return make(cfg, Hardware(jax.devices("cpu")[:1], room), "cpu", speed=speed)
+    return make(cfg, Hardware(jax.devices("cpu")[:1], room, name="cpu"), speed)
 
 
-def make(cfg: Config, hardware: Hardware, name: str, *, speed: Speed | None, why_not_compiled: str = "") -> StartPlan:
-    """Returns the plan for these devices; without `hardware.compile` its memory too is arithmetic."""
-    begun, found, room = time.monotonic(), [], hardware.room
-    assert room is not None, "planning needs the devices' memory"
-    for placed in _placements(cfg, hardware):
-        found.append(_measure(cfg, placed, hardware, speed))
+def make(cfg: Config, on: Hardware, speed: Speed | None) -> StartPlan:
+    """Returns the plan for these devices; without `on.compile` its memory too is arithmetic."""
+    begun, found = time.monotonic(), []
+    for placed in _placements(cfg, on):
+        found.append(_measure(cfg, placed, on, speed))
         if found[-1].fits:
             break  # the fewest devices a reader: the others hold copies that share the texts
     chosen = found[-1] if found[-1].fits else None
     seconds = [one.seconds for one in chosen.readers.values()] if chosen else []
-    hosts = hardware.target.hosts if hardware.target else 1
     rows, tokens = _sizes(cfg, placed)
     return StartPlan(
-        target=name,
-        devices=len(hardware.devices),
-        hosts=hosts,
-        per_host=len(hardware.devices) // hosts,
-        compiled=hardware.compile is not None,
-        why_not_compiled=why_not_compiled,
-        memory_bytes=room.memory,
-        limit_bytes=room.usable,
+        **on.figures(),
         rows=rows,
         tokens=tokens,
         texts=cfg.encoder.texts,
@@ -179,31 +138,32 @@ def make(cfg: Config, hardware: Hardware, name: str, *, speed: Speed | None, why
         plan_seconds=round(time.monotonic() - begun, 1),
         candidates=tuple(found),
         chosen=chosen,
+        why="the fewest devices a reader" if chosen else f"nothing fits: {plans.obstacles(found)}",
         hours=sum(filter(None, seconds)) / 3600 if seconds and all(seconds) else None,
         host_memory_bytes=_host_bytes(cfg, placed),
     )
 
 
-def speed_of(hardware: Hardware) -> Speed | None:
+def speed_of(on: Hardware) -> Speed | None:
     """Returns what a card reaches; None for one whose peaks are not known."""
-    if hardware.target is None:
+    if on.target is None:
         return None
-    card = hardware.target.card
+    card = on.target.card
     rates = {name: card.peak.get(word, card.peak["fp32"]) * MATMUL_FRACTION for name, word in _PEAKS.items()}
     return Speed(rates, card.peak["fp32"] * MATMUL_FRACTION, card.bandwidth * BANDWIDTH_FRACTION)
 
 
-def _placements(cfg: Config, hardware: Hardware) -> Iterator[Placement]:
-    """Yields the configured placement, or those that a run tries: ever more devices a reader (`planner.settle`)."""
-    readers, mesh, devices = recipes.reader_bytes(cfg), cfg.mesh, hardware.devices
-    local = len(devices) // (hardware.target.hosts if hardware.target else 1)
+def _placements(cfg: Config, on: Hardware) -> Iterator[Placement]:
+    """Yields the configured placement, or those that a run tries: ever more devices a reader (`resolve_auto`)."""
+    readers, mesh, devices = recipes.reader_bytes(cfg), cfg.mesh, on.devices
+    local = len(devices) // on.hosts
     asked = [(mesh.placement, mesh.data, mesh.model)]
     if mesh.placement == "auto":
         sizes = [model for model in range(1, local + 1) if local % model == 0]
         asked = [("tensor" if model > 1 else "replicate", len(devices) // model, model) for model in sizes]
     for strategy, data, model in asked:
         placed = placements.place(strategy, readers, data=data, model=model, devices=devices)
-        yield dataclasses.replace(placed, stands_for="gpu" if hardware.target else "")
+        yield dataclasses.replace(placed, stands_for="gpu" if on.target else "")
 
 
 def _sizes(cfg: Config, placed: Placement) -> tuple[int, int]:
@@ -212,11 +172,10 @@ def _sizes(cfg: Config, placed: Placement) -> tuple[int, int]:
     return place.round_up(rows, placed.data), cfg.data.context_tokens
 
 
-def _measure(cfg: Config, placed: Placement, hardware: Hardware, speed: Speed | None) -> Candidate:
+def _measure(cfg: Config, placed: Placement, on: Hardware, speed: Speed | None) -> StartCandidate:
     """Returns what the start needs on a placement; nothing is compiled where the weights alone are too large."""
     own = config.with_remat(cfg, "none")
-    recipe, room = recipes.make_whole(own, placed, outline=True), hardware.room
-    assert room is not None
+    recipe, room = recipes.make_whole(own, placed, outline=True), on.limit
     frozen, codes = recipe.abstract().frozen, recipe.abstract().trainable["codes"]
     held = {
         name: place.device_bytes(place.place_shapes(frozen[name], recipe.shardings().frozen[name])) for name in frozen
@@ -225,26 +184,20 @@ def _measure(cfg: Config, placed: Placement, hardware: Hardware, speed: Speed | 
     for name, at in placed.readers.items():
         together[at.mesh] = together.get(at.mesh, 0) + held[name] + place.device_bytes(codes[name])
     fits_alone = max(together.values()) <= room.usable
-    compiles = hardware.compile if fits_alone else None
+    compiles = on.compile if fits_alone else None
     readers = {name: _plan_reader(recipe, name, compiles, speed, held[name]) for name in placed.readers}
     peaks = {
         name: together[at.mesh] + max(one.reading.peak_bytes, one.writing.peak_bytes, one.basis_bytes)
         for (name, at), one in zip(placed.readers.items(), readers.values(), strict=True)
     }
     fullest = max(peaks, key=lambda name: peaks[name])
-    obstacle = (
-        "" if peaks[fullest] <= room.usable else f"{fullest}: {bytes_of(peaks[fullest])} of {bytes_of(room.usable)}"
-    )
-    mesh = placed.readers[fullest].mesh
-    return Candidate(
+    peak, fits = peaks[fullest], peaks[fullest] <= room.usable
+    return StartCandidate(
         strategy="single" if placed.devices == 1 else placed.strategy,
-        mesh=f"{mesh.shape['data']}x{mesh.shape['model']}",
-        data=placed.data,
-        model=mesh.shape["model"],
-        devices_used=placed.devices,
-        peak_bytes=peaks[fullest],
-        fits=not obstacle,
-        obstacle=obstacle,
+        **plans.layout(placed),
+        peak_bytes=peak,
+        fits=fits,
+        obstacle="" if fits else f"{fullest}: {bytes_of(peak)} of {bytes_of(room.usable)}",
         readers=readers,
     )
 
@@ -346,4 +299,4 @@ def _host_bytes(cfg: Config, placed: Placement) -> int:
     scores = max(4 * cfg.encoder.texts * cfg.data.context_tokens * one.layers * one.kv_heads for one in models)
     codes = sum(map(place.device_bytes, recipe.abstract().trainable["codes"].values()))
     layer = max(math.prod(leaf.shape[1:]) * 4 for leaf in jax.tree.leaves(recipe.abstract().frozen))
-    return int(planner.HOST_BYTES + 2 * scores + 2 * codes + 2 * layer)
+    return int(HOST_BYTES + 2 * scores + 2 * codes + 2 * layer)

@@ -1,33 +1,22 @@
-"""Table of a plan of a run without steps, for people."""
+"""What a report says of a plan without steps."""
 
 from lw_jax.core.progress import duration
-from lw_jax.planning.plan_tables import align
-from lw_jax.planning.start_plan import TEXT, Candidate, ReaderPlan, StartPlan, Work
+from lw_jax.planning.start_plan import TEXT, ReaderPlan, StartCandidate, StartPlan, Work
 from lw_jax.training.memory import bytes_of
 
+LEGEND = (
+    "bytes of one device; peak: weights of all readers and one batch of texts read or written; est.: arithmetic "
+    "estimate and its distance from the compiled figure; times by arithmetic"
+)
 
-def report(found: StartPlan) -> str:
-    """Returns a plan as text, in the words and columns of `plan_tables.report`."""
-    how = "compiled for the target" if found.compiled else "ARITHMETIC ESTIMATE, nothing was compiled"
-    lines = [
-        f"target {found.target}: {found.devices} devices of {bytes_of(found.memory_bytes)}, target "
-        f"{found.limit_bytes / found.memory_bytes:.0%} = {bytes_of(found.limit_bytes)}; no step, a start from "
-        f"{found.texts} texts of at most {found.tokens} tokens, {found.rows} at once; {how} in {found.plan_seconds} s"
-    ]
-    lines += [f"not compiled: {found.why_not_compiled}"] if found.why_not_compiled else []
-    lines += ["", *_table(found.candidates), ""]
-    lines.append(
-        "bytes of one device; peak: weights of all readers and one batch of texts read or written; est.: arithmetic "
-        "estimate and its distance from the compiled figure; times by arithmetic"
-    )
-    best = found.chosen
-    if best is None:
-        return "\n".join([*lines, "", f"nothing fits: {found.candidates[-1].obstacle}"])
-    told = f", {duration(found.hours * 3600)} for the start without compiling" if found.hours is not None else ""
-    flags = " ".join(f"--config.{path}={value}" for path, value in best.overrides().items())
-    lines += ["", f"chosen: {best.strategy} {best.mesh}{told}"]
-    lines += [_text(name, one, found.ratio) for name, one in best.readers.items()]
-    return "\n".join([*lines, f"as flags: {flags}"])
+
+def describe(plan: StartPlan) -> str:
+    return f"no step, a start from {plan.texts} texts of at most {plan.tokens} tokens, {plan.rows} at once"
+
+
+def choice(plan: StartPlan, best: StartCandidate) -> list[str]:
+    seconds = f", {duration(plan.hours * 3600)} for the start without compiling" if plan.hours is not None else ""
+    return [f"chosen: {best.name}{seconds}", *(_text(name, one, plan.ratio) for name, one in best.readers.items())]
 
 
 def _text(name: str, one: ReaderPlan, ratio: int) -> str:
@@ -42,7 +31,7 @@ def _text(name: str, one: ReaderPlan, ratio: int) -> str:
     return f"{name}: a text of {TEXT:,} tokens: {times}{memory}"
 
 
-def _table(candidates: tuple[Candidate, ...]) -> list[str]:
+def rows(candidates: tuple[StartCandidate, ...]) -> list[tuple[str, ...]]:
     head = ("strategy", "mesh", "reader", "weights", "code", "basis", "reading", "est.", "writing", "est.")
     table: list[tuple[str, ...]] = [(*head, "TFLOP", "s/start", "")]
     for one in candidates:
@@ -62,7 +51,7 @@ def _table(candidates: tuple[Candidate, ...]) -> list[str]:
             )
         peak = f"peak {bytes_of(one.peak_bytes)}"
         table[-1] = (*table[-1][:-1], peak if one.fits else f"{peak}, no: {one.obstacle}")
-    return align(table)
+    return table
 
 
 def _both(work: Work) -> tuple[str, str]:

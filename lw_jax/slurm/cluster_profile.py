@@ -6,13 +6,14 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lw_jax.core.config import Train, suggest
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import expand
+from lw_jax.planning.plans import Plan
 from lw_jax.training import preflight
 from lw_jax.training.preflight import Finding
 
@@ -139,16 +140,20 @@ def limit(hours: float, *, step_seconds: float, checkpoint_seconds: float, basis
     return Limit(math.floor(longest * 60), requeues, text)
 
 
-def inspect(plan: Mapping[str, Any], train: Train) -> list[Finding]:
+def pace(hours: float, train: Train) -> tuple[float, float]:
+    """Returns the seconds of a step and those between two checkpoints; a run without steps is as one step."""
+    step = hours * 3600 / max(1, train.steps)
+    return step, step * max(1, preflight.save_interval(train))
+
+
+def inspect(plan: Plan, train: Train) -> list[Finding]:
     """Returns findings on a planned run under the longest job of this machine's cluster profile."""
     site, profile = find_site("")
-    if plan["hours"] is None or not math.isfinite(site.max_hours):
+    if plan.hours is None or not math.isfinite(site.max_hours):
         return []
-    hours = plan["hours"] + (plan.get("validation_hours") or 0.0)
-    seconds = plan["chosen"]["step_seconds"]
-    between = seconds * preflight.save_interval(train)
+    hours, (step, between) = plan.hours + (plan.validation_hours or 0.0), pace(plan.hours, train)
     try:
-        found = limit(hours, step_seconds=seconds, checkpoint_seconds=between, basis="predicted", site=site)
+        found = limit(hours, step_seconds=step, checkpoint_seconds=between, basis="predicted", site=site)
     except UserError as error:
         return [Finding("error", f"{profile}: {error}")]
     return [Finding("warning", f"{profile}: {found.description}")] if found.requeues else []
@@ -160,7 +165,6 @@ def notice_seconds(step_seconds: float) -> int:
 
 
 def clock(minutes: int) -> str:
-    """Returns a time limit in SLURM's format."""
     days, rest = divmod(minutes, 24 * 60)
     return f"{days}-{rest // 60:02}:{rest % 60:02}:00"
 

@@ -8,15 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lw_jax.core.config import Train
+from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.planning import remedies
-from lw_jax.planning.planner import Plan, overrides
-from lw_jax.planning.start_plan import StartPlan
+from lw_jax.planning.plans import Plan
 from lw_jax.slurm import cluster_profile
 from lw_jax.slurm.cluster_profile import Limit, Site, clock
 from lw_jax.slurm.past_runs import Record
-from lw_jax.training import preflight
 
 MEMORY_FRACTION = 0.92  # of a GPU, for XLA; the rest is for CUDA, NCCL and cuBLAS: chosen, not measured
 
@@ -51,82 +48,49 @@ class Request:
 
 
 def make_job(
-    plan: Plan,
-    *,
-    resolved: Mapping[str, Any],
-    workdir: Path,
-    request: Request,
-    site: Site,
-    record: Record | None = None,
+    plan: Plan, cfg: Config, *, workdir: Path, request: Request, site: Site, record: Record | None = None
 ) -> Job:
     """Returns the job of a plan; its placement, micro-batch and remat become flags of the command.
 
     Raises:
       UserError: nothing fits, or a number is unusable.
     """
-    target, chosen, train = plan["target"], plan["chosen"], resolved["train"]
-    if chosen is None:
-        raise UserError(nothing_fits(plan, request.config))
-    hours, basis = _time(plan, steps=train["steps"], given=request.hours, record=record)
-    step_seconds = hours * 3600 / train["steps"]
-    if request.hours is None and plan["hours"] and plan.get("validation_hours") is not None:
-        hours += hours * plan["validation_hours"] / plan["hours"]
+    if plan.chosen is None:
+        remedies = "".join(f"; {line}" for line in plan.describe_remedies())
+        raise UserError(
+            f"--target {plan.target}: no placement of this configuration fits, so there is no job to write. Take more "
+            f"or larger GPUs, or shorter texts; python run.py plan --config {request.config} --target {plan.target} "
+            f"shows why{remedies}."
+        )
+    hours, basis = _time(plan, steps=cfg.train.steps, given=request.hours, record=record)
+    step_seconds, checkpoint_seconds = cluster_profile.pace(hours, cfg.train)
+    if request.hours is None and plan.hours and plan.validation_hours is not None:
+        hours += hours * plan.validation_hours / plan.hours
         basis += ", validations included"
-    if request.hours is None and plan.get("caching_key"):
-        basis += f", without filling the cache of {plan['caching_key']}"
-    memory = plan["host_memory_bytes"]
-    if not (math.isfinite(memory) and memory > 0):
-        raise UserError(f"--target {target}: host_memory_bytes = {memory}: a number above 0 is needed; plan it anew.")
+    if request.hours is None and plan.caching_key:
+        basis += f", without filling the cache of {plan.caching_key}"
+    made = "compiled" if plan.compiled else "estimated, not compiled"
+    origin = f"plan {plan.target} ({made}): {plan.chosen.describe()}"
     # All planned keys: the configuration file, which the job reads again, may set any of them.
-    assignments = {**request.assignments, **overrides(chosen)}
+    assignments = {**request.assignments, **plan.chosen.overrides()}
     return Job(
         name=clean_name(workdir.name),
         command=_command(assignments, workdir, request, site),
         folder=Path.cwd(),  # the user's relative paths stay valid
         logs=workdir / "logs",
-        nodes=plan["hosts"],
-        gpus=plan["per_host"],
-        host_memory_bytes=memory,
-        hours=hours,
-        step_seconds=step_seconds,
-        checkpoint_seconds=step_seconds * preflight.save_interval(Train(**train)),
-        memory_fraction=max(MEMORY_FRACTION, resolved["mesh"]["target_utilisation"]),
-        origin=_origin(plan, record),
-        basis=basis,
-    )
-
-
-def make_start_job(plan: StartPlan, *, resolved: Mapping[str, Any], workdir: Path, request: Request, site: Site) -> Job:
-    """Returns the job of a run without steps.
-
-    Raises:
-      UserError: nothing fits, or the hours are not known.
-    """
-    if plan.chosen is None:
-        raise UserError(f"--target {plan.target}: {plan.candidates[-1].obstacle}: take more or larger GPUs")
-    hours = plan.hours if request.hours is None else request.hours
-    if hours is None or not (math.isfinite(hours) and hours > 0):
-        raise UserError(f"--target {plan.target}: hours = {hours}: a number above 0 is needed; give --hours H.")
-    return Job(
-        name=clean_name(workdir.name),
-        command=_command({**request.assignments, **plan.chosen.overrides()}, workdir, request, site),
-        folder=Path.cwd(),
-        logs=workdir / "logs",
         nodes=plan.hosts,
         gpus=plan.per_host,
         host_memory_bytes=plan.host_memory_bytes,
         hours=hours,
-        step_seconds=hours * 3600,
-        checkpoint_seconds=hours * 3600,
-        memory_fraction=max(MEMORY_FRACTION, resolved["mesh"]["target_utilisation"]),
-        origin=f"plan {plan.target} ({'compiled' if plan.compiled else 'estimated, not compiled'}): "
-        f"{plan.chosen.strategy} {plan.chosen.mesh}, a start from {plan.texts} texts",
-        basis="predicted" if request.hours is None else "given by --hours",
+        step_seconds=step_seconds,
+        checkpoint_seconds=checkpoint_seconds,
+        memory_fraction=max(MEMORY_FRACTION, cfg.mesh.target_utilisation),
+        origin=f"{origin}; {record.describe_memory(plan.chosen.peak_bytes)}" if record else origin,
+        basis=basis,
     )
 
 
 def _command(assignments: Mapping[str, Any], workdir: Path, request: Request, site: Site) -> tuple[str, ...]:
-    """Returns the command line of `train` with these keys."""
     python = "python" if site.setup else sys.executable  # setup lines activate an environment that has its own
     flags = [f"--config.{path}={value}" for path, value in assignments.items()]
     start = (python, *request.program, "train", "--config", request.config)
@@ -144,39 +108,20 @@ def _time(plan: Plan, *, steps: int, given: float | None, record: Record | None)
         raise UserError(
             f"--hours {given:g} and --measured {record.workdir}: each replaces the plan's time; give one of them."
         )
-    hours, basis = plan["hours"], "predicted"
+    hours, basis = plan.hours, "predicted"
     if given is not None:
         hours, basis = given, "given by --hours"
     elif record is not None:
         hours, basis = record.step_seconds * steps / 3600, record.describe()
     if hours is None or not (math.isfinite(hours) and hours > 0):
         name = "hours" if given is None else "--hours"
-        why = f"{plan['untimed']}; " if plan.get("untimed") and given is None else ""
+        why = f"{plan.untimed}; " if plan.untimed and given is None else ""
         rule = f"{why}a number above 0 is needed; give --hours H or --measured DIR."
-        raise UserError(f"--target {plan['target']}: {name} = {hours}: {rule}")
+        raise UserError(f"--target {plan.target}: {name} = {hours}: {rule}")
     return hours, basis
 
 
-def _origin(plan: Plan, record: Record | None) -> str:
-    chosen, made = plan["chosen"], "compiled" if plan["compiled"] else "estimated, not compiled"
-    text = (
-        f"plan {plan['target']} ({made}): {chosen['strategy']} {chosen['mesh']}, micro-batch {chosen['micro_batch']} x "
-        f"{chosen['accumulation']} accumulated, remat {chosen['remat']}"
-    )
-    return f"{text}; {record.describe_memory(chosen['peak_bytes'])}" if record else text
-
-
-def nothing_fits(plan: Plan, config: str) -> str:
-    """Returns the refusal of a job for which the plan has no placement."""
-    target, more = plan["target"], "".join(f"; {line}" for line in remedies.describe(plan["remedies"]))
-    return (
-        f"--target {target}: no placement of this configuration fits, so there is no job to write. Take more or "
-        f"larger GPUs, or shorter texts; python run.py plan --config {config} --target {target} shows why{more}."
-    )
-
-
 def limit(job: Job, site: Site) -> Limit:
-    """Returns the job's time limit; see `cluster_profile.limit`."""
     return cluster_profile.limit(
         job.hours,
         step_seconds=job.step_seconds,

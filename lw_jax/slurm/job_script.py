@@ -66,7 +66,6 @@ def head(job: Job, site: Site, *, extra: Sequence[str] = (), log: str = "%x-%j")
 
 
 def step(job: Job, site: Site) -> list[str]:
-    """Returns the start of the command that runs training on the job's nodes."""
     # The first task to save and exit must not kill the others while they save.
     several = ["--label", "--kill-on-bad-exit=0"] if job.nodes > 1 else []
     return ["srun", f"--cpus-per-task={job.gpus * site.cpus_per_gpu}", *several]
@@ -129,12 +128,10 @@ def _directives(job: Job, site: Site, *, log: str) -> list[str]:
 
 
 def one_line(text: str) -> str:
-    """Returns the text without line breaks."""
     return " ".join(text.split())
 
 
 def write(file: Path, text: str, *, logs: Path) -> None:
-    """Writes the sbatch file and creates the folder of its logs."""
     try:
         if file.exists() and WRITER not in file.read_text(encoding="utf-8", errors="replace"):
             raise UserError(f"--output {file}: this file was not written by `slurm`; choose another name.")
@@ -146,7 +143,6 @@ def write(file: Path, text: str, *, logs: Path) -> None:
 
 
 def submit(file: Path) -> str:
-    """Submits the file and returns the output of sbatch."""
     try:
         command, own = ["sbatch", str(file)], environment.of_job()
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=own)

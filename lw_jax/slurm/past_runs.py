@@ -5,18 +5,17 @@ import math
 import re
 import statistics
 from pathlib import Path
-from typing import Any
 
 from lw_jax.core.config import Config, diff, flatten, meaning, to_dict
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import expand
 from lw_jax.planning import gpus
+from lw_jax.planning.plans import Candidate, Plan
 from lw_jax.training import hardware_record
 from lw_jax.training.hardware_record import HardwareRecord
 from lw_jax.training.run_folder import read_config, read_metrics, read_rows
 
 NAMED = 3  # differing values in a line
-Plan = dict[str, Any]  # of `lw_jax.planning.planner`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,17 +25,14 @@ class Record:
     workdir: Path
     hardware: HardwareRecord
     step_seconds: float  # median of the logged laps
-    laps: int
     peak_bytes: float | None  # of the fullest device; None where the runtime reported none
     differences: tuple[str, ...]  # from the job's configuration
 
     def describe(self) -> str:
-        """Returns the source of the time, in a line."""
         found = self.hardware
         return f"measured in {self.workdir} on {found.devices} x {found.kind}: {self.step_seconds:.4g} s/step"
 
     def describe_memory(self, planned: float) -> str:
-        """Returns the measured peak of a card beside the planned one."""
         peak = f"{self.peak_bytes / 1e9:.1f} GB measured at most" if self.peak_bytes else "no peak in the record"
         return f"memory of a card: {peak}, {planned / 1e9:.1f} GB planned"
 
@@ -54,6 +50,8 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
     Raises:
       UserError: no usable measurement, or another recipe, batch, model or machine.
     """
+    if not cfg.train.steps:
+        raise UserError(f"--measured {workdir}: config.train.steps = 0 has no step to take from it; give --hours H")
     workdir = expand(workdir).absolute()
     old = read_config(workdir)
     _check_run(workdir, old, cfg)
@@ -72,9 +70,8 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
         workdir=workdir,
         hardware=hardware,
         step_seconds=statistics.median(found),
-        laps=len(found),
         peak_bytes=max(peaks, default=None),
-        differences=(*_placed_otherwise(hardware, plan["chosen"]), *_set_otherwise(old, cfg)),
+        differences=(*_placed_otherwise(hardware, plan.chosen), *_set_otherwise(old, cfg)),
     )
 
 
@@ -99,26 +96,25 @@ def _check_run(workdir: Path, old: Config, cfg: Config) -> None:
 
 
 def _check_machine(workdir: Path, found: HardwareRecord, plan: Plan) -> None:
-    chosen = plan["chosen"]
+    chosen = plan.chosen
     if chosen is None:
         return  # nothing fits: `make_job` refuses it
-    card = gpus.parse(plan["target"]).card
-    if (found.card, found.devices, found.hosts) == (card.name, chosen["devices_used"], plan["hosts"]):
+    card = gpus.parse(plan.target).card
+    if (found.card, found.devices, found.hosts) == (card.name, chosen.devices_used, plan.hosts):
         return
     theirs = f"{found.devices} x {found.card or found.kind} of {found.hosts} node(s)"
-    mine = f"{chosen['devices_used']} x {card.name} of {plan['hosts']} node(s)"
+    mine = f"{chosen.devices_used} x {card.name} of {plan.hosts} node(s)"
     nodes = f"{found.hosts}x" if found.hosts > 1 else ""
     remedy = "measure there, or leave the flag out"
     if found.card:
         remedy = f"name --target {nodes}{found.card}x{found.devices // found.hosts}, or {remedy}"
-    raise UserError(f"--measured {workdir}: measured on {theirs}, --target {plan['target']} uses {mine}; {remedy}.")
+    raise UserError(f"--measured {workdir}: measured on {theirs}, --target {plan.target} uses {mine}; {remedy}.")
 
 
-def _placed_otherwise(found: HardwareRecord, chosen: Plan | None) -> list[str]:
-    if chosen is None:
-        return []
-    pairs = (("placement", found.strategy, chosen["strategy"]), ("remat", found.remat, chosen["remat"]))
-    return [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]
+def _placed_otherwise(found: HardwareRecord, chosen: Candidate | None) -> list[str]:
+    planned = chosen.overrides() if chosen else {}
+    pairs = (("placement", found.strategy, "mesh.placement"), ("remat", found.remat, "compute.remat"))
+    return [f"{name}: {old} -> {planned[key]}" for name, old, key in pairs if planned.get(key, old) != old]
 
 
 def _set_otherwise(old: Config, cfg: Config) -> list[str]:

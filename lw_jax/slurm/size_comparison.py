@@ -1,28 +1,30 @@
 """Comparison of the job with other numbers of the same GPU."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
 
 from lw_jax.core.config import Config
 from lw_jax.planning import plan_tables
-from lw_jax.planning.planner import SIZES, Plan, kept, make
+from lw_jax.planning.planner import SIZES, kept, make
+from lw_jax.planning.plans import Plan
 
 
-def other_sizes(cfg: Config, plan: Plan) -> list[Plan]:
+def other_sizes(cfg: Config, plan: Plan) -> Sequence[Plan]:
     """Returns plans of other numbers of the same GPU, on the same basis as the job's own where possible.
 
     Uses cached compiled plans and compiles none. If one is missing, all sizes are estimated, the job's own too (see
-    `compare`). Returns nothing where the command line sets the placement.
+    `compare`). Returns nothing where the command line sets the placement, or for a run without steps.
     """
-    card = re.fullmatch(r"(?:\d+x)?([a-z]\w*?)x\d+", plan["target"])
-    if card is None or cfg.mesh.placement != "auto":
+    card = re.fullmatch(r"(?:\d+x)?([a-z]\w*?)x\d+", plan.target)
+    if card is None or cfg.mesh.placement != "auto" or not cfg.train.steps:
         return []
-    targets = [target for count in SIZES.values() if (target := f"{card[1]}x{count}") != plan["target"]]
-    compiled = [found for target in targets if plan["compiled"] and (found := kept(cfg, target))]
-    if plan["compiled"] and len(compiled) == len(targets):
+    targets = [target for count in SIZES.values() if (target := f"{card[1]}x{count}") != plan.target]
+    compiled = [found for target in targets if plan.compiled and (found := kept(cfg, target))]
+    if plan.compiled and len(compiled) == len(targets):
         return compiled
-    own = [plan["target"]] if plan["compiled"] else []
+    own = [plan.target] if plan.compiled else []
     return [*compiled, *(make(cfg, target, estimate=True) for target in (*targets, *own))]
 
 
@@ -37,23 +39,21 @@ def compare(plans: Sequence[Plan], *, hours: float | None) -> list[str]:
     every size has its estimate in separate columns.
     """
     own, factor = plans[0], 1.0
-    if hours and own["hours"] and math.isfinite(own["hours"]):
-        factor = hours / own["hours"]
+    if hours and own.hours and math.isfinite(own.hours):
+        factor = hours / own.hours
     elif hours:
-        plans = [{**own, "hours": hours}, *plans[1:]]
-    bases = [{one["target"]: one for one in reversed(plans) if one["compiled"] is basis} for basis in (True, False)]
+        plans = [dataclasses.replace(own, hours=hours), *plans[1:]]
+    bases = [{one.target: one for one in reversed(plans) if one.compiled is basis} for basis in (True, False)]
     mixed = all(bases)
     columns = ["hours", "GPU-hours"] + (["est. hours", "est. GPU-hours"] if mixed else [])
     rows = [["size", "GPUs", *columns, "plan"]]
-    sizes = {one["target"]: one["devices"] for one in plans}
+    sizes = {one.target: one.devices for one in plans}
     for target, count in sorted(sizes.items(), key=lambda item: item[1]):
         found = [basis.get(target) for basis in bases if basis]
         best = next(one for one in found if one)
-        how = "" if best["compiled"] else " (estimate)"
+        how = "" if best.compiled else " (estimate)"
         price = [cell for one in found for cell in _price(one, count, factor)]
-        rows.append(
-            [target, str(count), *price, best["chosen"]["strategy"] + how if best["chosen"] else "does not fit"]
-        )
+        rows.append([target, str(count), *price, best.chosen.strategy + how if best.chosen else "does not fit"])
     scaled = len(sizes) > 1 and abs(factor - 1) > 0.005
     notes = [f"every size x {factor:.2f}: the job's hours over the predicted ones"] if scaled else []
     if mixed:
@@ -62,7 +62,7 @@ def compare(plans: Sequence[Plan], *, hours: float | None) -> list[str]:
 
 
 def _price(plan: Plan | None, count: int, factor: float) -> list[str]:
-    if plan is None or not plan["chosen"] or plan["hours"] is None:
+    if plan is None or not plan.chosen or plan.hours is None:
         return ["-", "-"]
-    hours = plan["hours"] * factor
+    hours = plan.hours * factor
     return [f"{hours:.2f}", f"{count * hours:.1f}"]

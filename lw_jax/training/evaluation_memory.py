@@ -4,12 +4,9 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 
-import jax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from lw_jax.core import processes, rng
-from lw_jax.core.types import Tree
 from lw_jax.training import out_of_memory, step_costs
 from lw_jax.training.memory import Compile, bytes_of
 from lw_jax.training.memory_limit import MemoryLimit
@@ -32,17 +29,7 @@ class EvaluationMemory:
     compiled: bool = False  # from the compiler's memory analysis; else by arithmetic
     smallest_bytes: int = 0  # where not even one example per device fits: its peak
     resident_bytes: int = 0  # of `peak_bytes`: weights and state
-
-    def describe(self, limit: MemoryLimit, part: str) -> str:
-        """Returns one line: the memory at eval.batch and, above the limit, the eval.batch that would fit."""
-        how = "compiled" if self.compiled else "by arithmetic"
-        line = f"{part} at eval.batch={self.batch}: {bytes_of(self.peak_bytes)} of {bytes_of(limit.usable)}"
-        line += f" per device, {how}"
-        if self.fits:
-            return line
-        if self.largest:
-            return f"{line}, would not fit; --config.eval.batch={self.largest} would"
-        return f"{line}, would not fit, nor would one example per device ({bytes_of(self.smallest_bytes)})"
+    description: str = ""  # one line: the memory at eval.batch and, above the limit, the eval.batch that would fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +37,13 @@ class Pass:
     """What runs on so many rows of a device.
 
     Attributes:
+        name: "validation" or "generation".
         resident: bytes of weights and state on one device of each mesh.
         trace: rows -> bytes at work on each mesh.
         lower: rows -> programs, each with the bytes of its inputs beside what is resident.
     """
 
+    name: str
     step_spec: StepSpec
     resident: Mapping[Mesh, int]
     trace: Callable[[int], Mapping[Mesh, int]]
@@ -84,12 +73,12 @@ def validation(step_spec: StepSpec) -> Pass:
         return working
 
     def lower(rows: int) -> list[tuple[Part, int]]:
-        batch = _batch(step_spec, widths, rows * data)
+        batch = step_spec.examples(widths, rows * data)
         parts = step_spec.step.lower_evaluation(state["trainable"], frozen, batch, rng.abstract())
         size = place.device_bytes(batch)
         return [(part, size) for part in parts.values()]
 
-    return Pass(step_spec, resident, trace, lower)
+    return Pass("validation", step_spec, resident, trace, lower)
 
 
 def _search(one: Pass, limit: MemoryLimit, peak_of: Callable[[int], int], *, compiled: bool) -> EvaluationMemory:
@@ -100,9 +89,15 @@ def _search(one: Pass, limit: MemoryLimit, peak_of: Callable[[int], int], *, com
     while last > limit.usable and size > data:
         size = halved(size, data)
         last = peak_of(size // data)
-    fits = last <= limit.usable
-    largest, smallest = (size, 0) if fits else (0, last)
-    return EvaluationMemory(batch, peak, peak <= limit.usable, largest, compiled, smallest, min(one.resident.values()))
+    largest, smallest = (size, 0) if last <= limit.usable else (0, last)
+    line = f"{one.name} at eval.batch={batch}: {bytes_of(peak)} of {bytes_of(limit.usable)} per device, "
+    line += "compiled" if compiled else "by arithmetic"
+    if not largest:
+        line += f", would not fit, nor would one example per device ({bytes_of(smallest)})"
+    elif peak > limit.usable:
+        line += f", would not fit; --config.eval.batch={largest} would"
+    resident, fits = min(one.resident.values()), peak <= limit.usable
+    return EvaluationMemory(batch, peak, fits, largest, compiled, smallest, resident, line)
 
 
 def _peak(one: Pass, working: Mapping[Mesh, int]) -> int:
@@ -139,13 +134,3 @@ class _Compiled:
             fresh = found.output_size_in_bytes - found.alias_size_in_bytes
             working[part.mesh] = max(working[part.mesh], inputs + found.temp_size_in_bytes + fresh)
         return _peak(self._pass, working)
-
-
-def _batch(step_spec: StepSpec, widths: Tree, size: int) -> Tree:
-    """Returns a batch of held-out examples [b ...] as shapes where they are read."""
-
-    def put(tree: Tree, mesh: Mesh) -> Tree:
-        at = NamedSharding(mesh, P("data"))
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype, sharding=at), tree)
-
-    return place.put_parts(widths, step_spec.placement, put)

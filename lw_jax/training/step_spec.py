@@ -49,11 +49,9 @@ class StepSpec:
         return place.put_parts(fill(batch, rows), self.placement, put)
 
     def state(self) -> State:
-        """Returns the abstract train state."""
         return self._state
 
     def frozen(self) -> Tree:
-        """Returns the abstract frozen weights."""
         return self._frozen
 
     def frozen_bytes(self) -> dict[Mesh, int]:
@@ -80,19 +78,20 @@ class StepSpec:
 
     def batch(self, widths: Tree, accumulation: int) -> Tree:
         """Returns an abstract global batch [a b ...]; `widths` is one example's shapes, without the batch axis."""
-        rows = self.cut(accumulation).rows // accumulation
+        return self.examples(widths, accumulation, self.cut(accumulation).rows // accumulation)
+
+    def examples(self, widths: Tree, *axes: int) -> Tree:
+        """Returns abstract examples [*axes ...] where they are read, split over data along the last of these axes."""
 
         def put(tree: Tree, mesh: Mesh) -> Tree:
-            sharding = NamedSharding(mesh, P(None, "data"))
+            sharding = NamedSharding(mesh, P(*[None] * (len(axes) - 1), "data"))
             return jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct((accumulation, rows, *leaf.shape), leaf.dtype, sharding=sharding),
-                tree,
+                lambda leaf: jax.ShapeDtypeStruct((*axes, *leaf.shape), leaf.dtype, sharding=sharding), tree
             )
 
         return place.put_parts(widths, self.placement, put)
 
     def lower(self, widths: Tree, accumulation: int) -> dict[str, train_step.Part]:
-        """Returns the lowered programs of the step by name."""
         return self.step.lower(self.state(), self.frozen(), self.batch(widths, accumulation))
 
 

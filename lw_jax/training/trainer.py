@@ -121,7 +121,7 @@ class Run:
         size = processes.from_first(lambda: found.largest)
         if size < found.batch:
             self.validation_loop.take(size or self.placement.data)
-            self.reporter.say(f"{found.describe(limit, 'validation')}; the run takes it; the metrics stay the same")
+            self.reporter.say(f"{found.description}; the run takes it; the metrics stay the same")
 
     def _restore_or_initialise(self, session: _Session) -> None:
         """Restores the last checkpoint, or initialises the state and the data position.

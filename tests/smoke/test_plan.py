@@ -12,7 +12,7 @@ import pytest
 
 from lw_jax.commands import plan
 from lw_jax.core import environment
-from lw_jax.planning import planner
+from lw_jax.planning import plan_cache
 from tests.smoke.test_commands import Done, start_several
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -74,7 +74,7 @@ COMPILED = ("plan", "--config", "small.py", "--target", "h100x2")
 def test_two_absent_gpus_are_compiled_for_before_any_reader_is_made(compiled: tuple[Path, dict, float]) -> None:
     folder, found, _ = compiled
     assert (found["target"], found["devices"], found["compiled"]) == ("h100x2", 2, True)
-    assert "why_not_compiled" not in found and "cached" not in found
+    assert not found["why_not_compiled"] and not found["cached"]
     assert [row["strategy"] for row in found["candidates"]] == ["single", "replicate", "fsdp", "tensor"]
     for row in found["candidates"]:
         assert row["fits"] and 0 < row["weights_bytes"] < row["peak_bytes"] <= found["limit_bytes"]
@@ -132,7 +132,7 @@ def test_slurm_writes_a_script_that_runs_the_cached_plan(compiled: tuple[Path, d
     assert done.returncode == 0, done.stderr
     subprocess.run(["bash", "-n", str(script)], check=True)
     text = script.read_text(encoding="utf-8")
-    for path, value in planner.overrides(found["chosen"]).items():
+    for path, value in plan_cache.decode(found).chosen.overrides().items():
         assert f"--config.{path}={value}" in text
     assert "--config small.py" in text and "estimated" not in text
 
@@ -181,7 +181,7 @@ def test_an_estimate_needs_no_compiler(bare: dict[str, Done]) -> None:
     code, out, err = bare["estimate"]
     assert (code, err) == (0, "")
     found = json.loads(out)
-    assert not found["compiled"] and "why_not_compiled" not in found
+    assert not found["compiled"] and not found["why_not_compiled"]
     assert [row["fits"] for row in found["candidates"]] == [True] * 4
 
 

@@ -1,5 +1,6 @@
 """The written sbatch file from submission to end, with stand-ins for sbatch, srun and scontrol on PATH."""
 
+import dataclasses
 import json
 import os
 import shlex
@@ -17,6 +18,7 @@ from lw_jax.commands import loading, parser, slurm
 from lw_jax.core import config, runtime
 from lw_jax.core.errors import UserError
 from lw_jax.planning import planner
+from lw_jax.planning.plans import StepCandidate, StepPlan
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 JOB_ID = "4711"
@@ -91,19 +93,12 @@ with runtime.Preemption() as preemption:
 sys.exit(runtime.REQUEUE if preemption.requested(0) else 1)
 """
 
-PLAN = {
-    "target": "h100x2",
-    "devices": 2,
-    "per_host": 2,
-    "hosts": 1,
-    "compiled": True,
-    "hours": 3.2,
-    "host_memory_bytes": 20 * 2**30,
-    "chosen": {
-        **{"strategy": "fsdp", "mesh": "2x1", "micro_batch": 5, "accumulation": 3, "remat": "full"},
-        **{"step_seconds": 7.0, "samples_per_second": 12.5, "peak_bytes": 2**30, "devices_used": 2},
-    },
-}
+CHOSEN = StepCandidate(
+    strategy="fsdp", mesh="2x1", data=2, devices_used=2, micro_batch=5, accumulation=3, remat="full", step_seconds=7.0
+)
+PLAN = StepPlan(
+    target="h100x2", devices=2, per_host=2, compiled=True, hours=3.2, host_memory_bytes=20 * 2**30, chosen=CHOSEN
+)
 QUESTION = 'it\'s {question}\nor "not" $HOME'
 
 
@@ -135,7 +130,7 @@ def cluster(tmp_path: Path, monkeypatch) -> Path:
 def write(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Writes the job of a plan by the verb itself, or of a list of two such plans; returns the file."""
 
-    def call(*, site: str = "", submit: bool = False, plan: dict = PLAN, kind: str = "") -> Path:
+    def call(*, site: str = "", submit: bool = False, hosts: int = 1, kind: str = "") -> Path:
         profile = cluster / "site.toml"
         profile.write_text(f'scratch = "{cluster}/scratch folder"\n{site}', encoding="utf-8")
         workdir = cluster / "runs" / "my run"
@@ -145,7 +140,8 @@ def write(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
         cfg = config.build(smoke.get_config())
         folders = [workdir / name for name in ("one", "two")] if kind else [workdir]
         tasks = [loading.Loaded("configs/machines/h100x2.py", cfg, folder, {}, {}, {}) for folder in folders]
-        monkeypatch.setattr(planner, "make", lambda *_: plan)
+        plan = dataclasses.replace(PLAN, hosts=hosts, devices=2 * hosts)
+        monkeypatch.setattr(planner, "make", lambda *_, **__: plan)
         monkeypatch.setattr(slurm, "PROJECT", cluster / "project folder")
         slurm.run(args, *tasks)
         return workdir / f"{kind or 'job'}.sbatch"
@@ -211,7 +207,7 @@ def test_log_lies_in_the_workdir_and_grows_over_requeues(cluster, write, monkeyp
 def test_time_limit_saves_and_requeues_once(cluster, write, monkeypatch, hosts: int) -> None:
     monkeypatch.setenv("MODE", "wait")
     monkeypatch.setenv("LIMIT", "1")
-    submit(write(plan=PLAN | {"hosts": hosts, "devices": 2 * hosts}))
+    submit(write(hosts=hosts))
     assert (cluster / "project folder" / "saved").exists()
     assert requeues(cluster) == [f"requeue {JOB_ID}"]
     assert read(cluster)["code"] == runtime.REQUEUE
@@ -240,7 +236,7 @@ def test_killed_task_of_several_is_requeued_and_one_that_fails_is_not(
     cluster, write, monkeypatch, hosts: int, codes: str, code: int
 ) -> None:
     monkeypatch.setenv("MODE", codes)
-    submit(write(plan=PLAN | {"hosts": hosts, "devices": 2 * hosts}))
+    submit(write(hosts=hosts))
     assert read(cluster)["code"] == code
     assert requeues(cluster) == ([f"requeue {JOB_ID}"] if code == runtime.REQUEUE else [])
 
@@ -250,7 +246,7 @@ def test_killed_task_of_several_is_requeued_in_a_list_too(cluster, write, monkey
     monkeypatch.setenv("MODE", "137,75")
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "9")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
-    submit(write(plan=PLAN | {"hosts": 2, "devices": 4}, kind=kind))
+    submit(write(hosts=2, kind=kind))
     assert read(cluster)["code"] == runtime.REQUEUE
     assert requeues(cluster) == [f"requeue {id}"]
     told = Path(read(cluster)["log"]).read_text(encoding="utf-8").splitlines()
@@ -303,7 +299,7 @@ def test_setup_runs_before_training_and_its_failure_ends_the_job(cluster, write,
 @pytest.mark.slow
 def test_several_nodes_start_one_task_each_with_all_gpus_of_the_node(cluster, write, monkeypatch) -> None:
     monkeypatch.setenv("MODE", "0")
-    submit(write(plan=PLAN | {"hosts": 3, "devices": 6}))
+    submit(write(hosts=3))
     calls = [cluster / "project folder" / f"call{rank}.json" for rank in range(3)]
     environs = [json.loads(file.read_text(encoding="utf-8"))["environ"] for file in calls]
     assert [environ["SLURM_PROCID"] for environ in environs] == ["0", "1", "2"]

@@ -9,13 +9,20 @@ import pytest
 from lw_jax.benchmarking.prediction import Predicted
 from lw_jax.core.errors import UserError
 from lw_jax.planning import gpus, hlo_counts, planner, roofline, workload
+from lw_jax.planning.plans import StepCandidate, StepPlan
 from tests import tiny
 
-CHOSEN = {
+CHOSEN = StepCandidate(
     **{"strategy": "replicate", "mesh": "2x1", "data": 2, "model": 1, "devices_used": 2, "remat": "none"},
     **{"micro_batch": 2, "accumulation": 1, "step_seconds": 0.5, "peak_bytes": 7, "flops": 11.0, "moved_bytes": 13.0},
-}
+)
+SINGLE = dataclasses.replace(CHOSEN, strategy="single", mesh="1x1")
 H100 = gpus.CARDS["h100"]
+
+
+def choose(monkeypatch, chosen, why=""):
+    plan = StepPlan(target="h100x2", devices=2, per_host=2, compiled=True, chosen=chosen, why=why)
+    monkeypatch.setattr(planner, "make", lambda cfg, target: plan)
 
 
 @pytest.fixture
@@ -29,7 +36,7 @@ def stand_in(monkeypatch):
 
     monkeypatch.setattr(gpus, "compile_devices", lambda target: jax.devices()[: target.devices])
     monkeypatch.setattr(gpus, "compile_lowered", compile_here)
-    monkeypatch.setattr(planner, "make", lambda cfg, target: {"chosen": CHOSEN, "why": ""})
+    choose(monkeypatch, CHOSEN)
     return compiled
 
 
@@ -68,9 +75,7 @@ def test_writing_is_predicted_from_its_own_program(wire, stand_in):
 
 @pytest.mark.slow
 def test_a_token_costs_the_difference_between_a_long_and_a_short_answer(root, stand_in, monkeypatch):
-    monkeypatch.setattr(
-        planner, "make", lambda cfg, target: {"chosen": CHOSEN | {"strategy": "single", "mesh": "1x1"}, "why": ""}
-    )
+    choose(monkeypatch, SINGLE)
     alone = Predicted(tiny.make_config(root, eval__batch=3, eval__max_new_tokens=5), "h100x1")
     rows = alone.measure("answer")
     assert [row.subject for row in rows] == ["llama", "qwen"]
@@ -87,9 +92,7 @@ def test_a_token_costs_the_difference_between_a_long_and_a_short_answer(root, st
 
 @pytest.mark.slow
 def test_a_message_as_keys_and_values_is_not_computed(root, stand_in, monkeypatch):
-    monkeypatch.setattr(
-        planner, "make", lambda cfg, target: {"chosen": CHOSEN | {"strategy": "single", "mesh": "1x1"}, "why": ""}
-    )
+    choose(monkeypatch, SINGLE)
     cfg = tiny.make_config(root, only="llama", adapter__kind="kv", encoder__slots=64)
     predicted = Predicted(cfg, "h100x1")
     text, message = predicted.measure("prefill")
@@ -114,9 +117,7 @@ def test_files_cannot_be_timed_on_an_absent_card(wire):
 
 
 def test_nothing_fits_is_told_with_the_plans_reason(root, stand_in, monkeypatch):
-    monkeypatch.setattr(
-        planner, "make", lambda cfg, target: {"chosen": None, "why": "nothing fits: single 1x1: too large"}
-    )
+    choose(monkeypatch, None, "nothing fits: single 1x1: too large")
     with pytest.raises(UserError, match="--target h100x2: nothing fits: single 1x1: too large"):
         Predicted(tiny.make_config(root), "h100x2")
 

@@ -10,7 +10,8 @@ from lw_jax.commands import plan
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.hub import sources
-from lw_jax.planning import estimate, gpus, plan_tables, planner
+from lw_jax.planning import estimate, gpus, plan_cache, plan_tables, planner
+from lw_jax.planning.plans import StepCandidate, StepPlan
 from lw_jax.slurm import cluster_profile, job
 from tests import tiny
 from tests.tiny import make_searched_config
@@ -70,69 +71,72 @@ def test_other_counts_are_refused_with_the_rule(text):
 
 
 def test_an_estimate_that_was_asked_for_needs_no_excuse(estimated, cache):
-    assert not estimated["compiled"] and "why_not_compiled" not in estimated
+    assert not estimated.compiled and not estimated.why_not_compiled
     assert "not compiled:" not in plan_tables.report(estimated) and not (cache / "plans").exists()
 
 
 def test_json_holds_what_was_asked_for(estimated):
-    assert json.loads(json.dumps(estimated, allow_nan=False)) == estimated
-    assert (estimated["target"], estimated["devices"], estimated["hosts"]) == ("h100x3", 3, 1)
-    for row in (*estimated["candidates"], estimated["chosen"]):
+    told = json.loads(json.dumps(dataclasses.asdict(estimated), allow_nan=False))
+    assert plan_cache.decode(told) == estimated
+    assert (estimated.target, estimated.devices, estimated.hosts) == ("h100x3", 3, 1)
+    for row in (*told["candidates"], told["chosen"]):
         assert row.keys() >= NAMED
         assert row["fits"] == (not row["obstacle"])
-    assert estimated["chosen"] in estimated["candidates"] and estimated["chosen"]["fits"]
-    assert estimated["limit_bytes"] == int(0.8 * gpus.CARDS["h100"].memory_bytes)
-    assert {row["strategy"] for row in estimated["candidates"]} == {
+    assert estimated.chosen in estimated.candidates and estimated.chosen.fits
+    assert estimated.limit_bytes == int(0.8 * gpus.CARDS["h100"].memory_bytes)
+    assert {row.strategy for row in estimated.candidates} == {
         *("single", "replicate", "fsdp", "tensor", "split", "hybrid3")
     }
 
 
 def test_figures_of_a_candidate_agree_with_each_other(estimated):
-    fitting = [row for row in estimated["candidates"] if row["fits"]]
+    fitting = [row for row in estimated.candidates if row.fits]
     assert len(fitting) >= 3
     for row in fitting:
         parts = ("weights_bytes", "trainable_bytes", "optimizer_bytes", "batch_bytes", "activation_bytes")
-        assert sum(row[part] for part in parts) == row["peak_bytes"] <= estimated["limit_bytes"]
-        assert sum(row["seconds"].values()) == pytest.approx(row["step_seconds"])
-        assert row["samples_per_second"] == pytest.approx(6 / row["step_seconds"])
-        assert row["hours"] == pytest.approx(6 * row["step_seconds"] / 3600)
-        assert row["estimate"]["peak_bytes"] == row["peak_bytes"]
-    assert estimated["hours"] == estimated["chosen"]["hours"]
-    assert estimated["host_memory_bytes"] > planner.HOST_BYTES
+        assert sum(getattr(row, part) for part in parts) == row.peak_bytes <= estimated.limit_bytes
+        assert row.seconds.total == pytest.approx(row.step_seconds)
+        assert row.samples_per_second == pytest.approx(6 / row.step_seconds)
+        assert row.hours == pytest.approx(6 * row.step_seconds / 3600)
+        assert row.estimate.peak_bytes == row.peak_bytes
+    assert estimated.hours == estimated.chosen.hours
+    assert estimated.host_memory_bytes > planner.HOST_BYTES
 
 
 def test_report_shows_every_candidate_and_the_choice(estimated):
     told = plan_tables.report(estimated)
     lines = told.splitlines()
-    for row in estimated["candidates"]:
-        line = next(line for line in lines if line.startswith(row["strategy"]) and row["mesh"] in line)
-        if row["fits"]:
-            assert f"{row['micro_batch']} x {row['accumulation']}" in line and "no:" not in line
+    for row in estimated.candidates:
+        line = next(line for line in lines if line.startswith(row.strategy) and row.mesh in line)
+        if row.fits:
+            assert f"{row.micro_batch} x {row.accumulation}" in line and "no:" not in line
         else:
-            assert line.endswith(f"no: {row['obstacle']}")
-    chosen = estimated["chosen"]
-    assert f"chosen: {chosen['strategy']} {chosen['mesh']}, recomputation {chosen['remat']}" in told
-    assert chosen["devices_used"] == 3 and "idle" not in told
-    assert f"why: predicted fastest of {sum(row['fits'] for row in estimated['candidates'])} that fit" in told
+            assert line.endswith(f"no: {row.obstacle}")
+    chosen = estimated.chosen
+    assert f"chosen: {chosen.name}, recomputation {chosen.remat}" in told
+    assert chosen.devices_used == 3 and "idle" not in told
+    assert f"why: predicted fastest of {sum(row.fits for row in estimated.candidates)} that fit" in told
     flags = next(line for line in lines if line.startswith("as flags: "))
-    for path, value in planner.overrides(chosen).items():
+    for path, value in chosen.overrides().items():
         assert f"--config.{path}={value}" in flags
 
 
 def test_filling_and_devices_without_work_are_told_with_the_batches_that_have_none(root):
     cfg = make_searched_config(root, train__global_batch=8)
     found = planner.make(cfg, "h100x3", estimate=True)
-    replicate = next(row for row in found["candidates"] if row["strategy"] == "replicate")
-    assert (replicate["mesh"], replicate["rows"], replicate["micro_batch"]) == ("3x1", 9, 3)
-    assert replicate["samples_per_second"] == pytest.approx(8 / replicate["step_seconds"]), "of examples, not of rows"
+    replicate = next(row for row in found.candidates if row.strategy == "replicate")
+    assert (replicate.mesh, replicate.rows, replicate.micro_batch) == ("3x1", 9, 3)
+    assert replicate.samples_per_second == pytest.approx(8 / replicate.step_seconds), "of examples, not of rows"
     (line,) = [
-        line for line in plan_tables.report(found | {"chosen": replicate}).splitlines() if line.startswith("padding: ")
+        line
+        for line in plan_tables.report(dataclasses.replace(found, chosen=replicate)).splitlines()
+        if line.startswith("padding: ")
     ]
     assert "1 of 9 rows" in line and "train.global_batch=6 or 9" in line
     found = planner.make(cfg, "h100x7", estimate=True)
-    replicate = next(row for row in found["candidates"] if row["strategy"] == "replicate")
-    told = plan_tables.report(found | {"chosen": replicate})
-    assert replicate["mesh"] == "4x1" and "padding: " not in told
+    replicate = next(row for row in found.candidates if row.strategy == "replicate")
+    told = plan_tables.report(dataclasses.replace(found, chosen=replicate))
+    assert replicate.mesh == "4x1" and "padding: " not in told
     assert "3 of 7 devices stay idle" in told and "train.global_batch=7 or 14" in told
 
 
@@ -143,7 +147,7 @@ def test_plan_tells_the_precision_of_its_card(root):
         ("v100_32", "bf16 values, multiplied in fp32"),
     ):
         found = planner.make(cfg, f"{card}x1", estimate=True)
-        assert found["precision"].startswith(words) and f"precision: {words}" in plan_tables.report(found)
+        assert found.precision.startswith(words) and f"precision: {words}" in plan_tables.report(found)
     assert planner.precision(cfg).startswith("bf16 factors, fp32 sums"), "a CPU"
 
 
@@ -151,11 +155,11 @@ def test_report_says_where_the_file_sets_something_else(estimated):
     own = {"mesh.placement": "split", "compute.remat": "none"}
     told = plan_tables.report(estimated, own=own)
     assert "the configuration's file sets: --config.mesh.placement=split --config.compute.remat=none; with" in told
-    assert "file sets" not in plan_tables.report(estimated, own=planner.overrides(estimated["chosen"]))
+    assert "file sets" not in plan_tables.report(estimated, own=estimated.chosen.overrides())
 
 
 def test_report_says_what_its_hours_leave_out(estimated):
-    told = plan_tables.report(estimated | {"caching_key": "dpo.reference"})
+    told = plan_tables.report(dataclasses.replace(estimated, caching_key="dpo.reference"))
     assert "without filling the cache of dpo.reference: one forward pass over all examples, once" in told
     assert "the cache of" not in plan_tables.report(estimated)
 
@@ -163,9 +167,9 @@ def test_report_says_what_its_hours_leave_out(estimated):
 def test_nothing_fits_is_a_plan_that_says_why(root, measure, capsys):
     cfg = make_searched_config(root, mesh__memory_gb=1e-4)
     found = planner.make(cfg, "h100x2", estimate=True)
-    assert found["chosen"] is None and found["hours"] is None
-    assert found["why"].startswith("nothing fits: single 1x1: weights and optimizer alone take ")
-    assert found["why"] in plan_tables.report(found) and "chosen:" not in plan_tables.report(found)
+    assert found.chosen is None and found.hours is None
+    assert found.why.startswith("nothing fits: single 1x1: weights and optimizer alone take ")
+    assert found.why in plan_tables.report(found) and "chosen:" not in plan_tables.report(found)
     code = tiny.call("plan", cfg, sources.cache_root(), target="h100x2", estimate=True)
     assert code == plan.NOTHING_FITS == 3
     assert "nothing fits" in capsys.readouterr().out
@@ -176,25 +180,23 @@ def test_what_nothing_holds_is_answered_with_the_weights_in_fewer_bits(capsys):
     """Of the issue: two RTX 4090 hold nothing of large.py, and its readers in 4 bits fit, on one card, too."""
     cfg = config.build(large.get_config())
     found = planner.make(cfg, "rtx4090x2", estimate=True)
-    assert found["chosen"] is None
-    eight, four = found["remedies"]
+    assert found.chosen is None
+    eight, four = found.remedies
     flags = {"llms.llama.weights": "nf4", "llms.qwen.weights": "nf4"}
-    assert (eight["weights"], four["weights"], four["assignments"]) == ("int8", "nf4", flags)
+    assert (eight.weights, four.weights, four.assignments) == ("int8", "nf4", flags)
     apart = {"fsdp", "tensor", "split"}
     for remedy, strategies in ((eight, apart), (four, apart | {"single", "replicate"})):  # 19.3 GB as compiled
-        assert {one["strategy"] for one in remedy["fits"]} == strategies
-        assert all(0 < one["peak_bytes"] <= found["limit_bytes"] for one in remedy["fits"])
+        assert {one.strategy for one in remedy.fits} == strategies
+        assert all(0 < one.peak_bytes <= found.limit_bytes for one in remedy.fits)
     llms = {name: dataclasses.replace(llm, weights="nf4") for name, llm in cfg.llms.items()}
     packed = planner.make(dataclasses.replace(cfg, llms=llms), "rtx4090x2", estimate=True)
-    rows = {row["strategy"]: row["peak_bytes"] for row in packed["candidates"] if row["fits"]}
-    assert {one["strategy"]: one["peak_bytes"] for one in four["fits"]} == rows, "the flags give what was promised"
-    assert packed["remedies"] == []
+    rows = {row.strategy: row.peak_bytes for row in packed.candidates if row.fits}
+    assert {one.strategy: one.peak_bytes for one in four.fits} == rows, "the flags give what was promised"
+    assert packed.remedies == ()
     words = "--config.llms.llama.weights=nf4 --config.llms.qwen.weights=nf4: "
     assert words in plan_tables.report(found) and words in plan_tables.simulation_table([found])
     with pytest.raises(UserError, match="--config.llms.llama.weights=nf4"):
-        job.make_job(
-            found, resolved={"train": {}}, workdir=sources.cache_root(), request=SLURM, site=cluster_profile.Site()
-        )
+        job.make_job(found, cfg, workdir=sources.cache_root(), request=SLURM, site=cluster_profile.Site())
 
 
 @pytest.mark.slow
@@ -206,7 +208,7 @@ def test_simulated_cards_get_what_the_compiled_plans_chose_and_the_error_is_told
     chosen = [(one["chosen"]["strategy"], one["chosen"]["samples_per_second"]) for one in found]
     assert chosen == [("single", pytest.approx(45.2, rel=0.15)), ("replicate", pytest.approx(128.5, rel=0.15))]
     assert (found[1]["chosen"]["mesh"], found[1]["chosen"]["devices_used"]) == ("3x1", 3)
-    assert all(estimate.ERROR in plan_tables.report(one) for one in found)
+    assert all(estimate.ERROR in plan_tables.report(plan_cache.decode(one)) for one in found)
 
 
 def test_plan_prints_json_or_a_table(root, capsys):
@@ -240,19 +242,14 @@ def test_simulation_is_the_plan_of_each_number_of_devices(root, capsys):
     cfg = make_searched_config(root, train__global_batch=6)
     given = {"target": "h100x8", "simulate": "0,1,3", "estimate": True, "json": True}
     assert tiny.call("plan", cfg, sources.cache_root(), **given) == 0
-    none, one, three = json.loads(capsys.readouterr().out)
-    assert none == {
-        **{"target": "cpu", "devices": 0, "compiled": False},
-        "chosen": {"strategy": "single", "mesh": "1x1", "remat": "none", "micro_batch": 6, "accumulation": 1},
-        "findings": none["findings"],
-    }
-    assert (one["target"], one["devices"], three["target"], three["devices"]) == ("h100x1", 1, "h100x3", 3)
-    assert [row["strategy"] for row in one["candidates"]] == ["single"]
+    none, one, three = map(plan_cache.decode, json.loads(capsys.readouterr().out))
+    chosen = StepCandidate(strategy="single", mesh="1x1", remat="none", micro_batch=6, accumulation=1)
+    assert none == StepPlan(target="cpu", devices=0, per_host=0, compiled=False, chosen=chosen)
+    assert (one.target, one.devices, three.target, three.devices) == ("h100x1", 1, "h100x3", 3)
+    assert [row.strategy for row in one.candidates] == ["single"]
     table = plan_tables.simulation_table(
-        [none, one, three, {**three, "chosen": None, "why": "nothing fits: too large"}]
+        [none, one, three, dataclasses.replace(three, chosen=None, why="nothing fits: too large")]
     )
     assert len(table.splitlines()) == 5 and "too large" in table.splitlines()[-1]
     for line, found in zip(table.splitlines()[1:4], (none, one, three), strict=True):
-        assert line.split()[:4] == [
-            *(str(found["devices"]), found["target"], found["chosen"]["strategy"], found["chosen"]["mesh"])
-        ]
+        assert line.split()[:4] == [*(str(found.devices), found.target, found.chosen.strategy, found.chosen.mesh)]

@@ -1,5 +1,6 @@
 """lw_jax/commands/slurm.py: the verb, what it prints, writes and refuses."""
 
+import dataclasses
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,12 +13,13 @@ import run
 from lw_jax.commands import loading, parser, program, slurm
 from lw_jax.core import config, config_file, environment
 from lw_jax.core.errors import UserError
-from lw_jax.planning import planner
+from lw_jax.planning import hardware, planner
 from lw_jax.planning.planner import resolve_target
+from lw_jax.planning.plans import StepPlan
 from lw_jax.slurm import size_comparison
 from sharding.errors import PlacementError
 from tests import tiny
-from tests.unit.slurm.test_job import PLAN, resolve
+from tests.unit.slurm.test_job import CHOSEN, PLAN, planned, resolve
 from tests.unit.slurm.test_job_script import check_syntax
 
 
@@ -51,18 +53,18 @@ def call(tmp_path: Path, monkeypatch):
     monkeypatch.delenv("LW_JAX_SITE", raising=False)
 
     def run(
-        plan: dict[str, Any] = PLAN,
-        others: tuple[dict[str, Any], ...] | None = (),
+        plan: StepPlan = PLAN,
+        others: tuple[StepPlan, ...] | None = (),
         changes: Mapping[str, Any] | None = None,
         **values: Any,
     ) -> list[str]:
         targets = []
-        cfg, _ = resolve(**changes or {})
+        cfg = resolve(**changes or {})
 
-        def make(given: config.Config, target: str) -> dict[str, Any]:
-            assert given is cfg
+        def make(given: config.Config, target: str, *, estimate: bool) -> StepPlan:
+            assert given is cfg and not estimate
             targets.append(target)
-            return plan | {"target": target}
+            return dataclasses.replace(plan, target=target)
 
         monkeypatch.setattr(planner, "make", make)
         if others is not None:
@@ -74,8 +76,7 @@ def call(tmp_path: Path, monkeypatch):
 
 
 def test_verb_writes_the_file_and_the_logs_folder_and_tells_the_price(call, tmp_path: Path, capsys) -> None:
-    others = ({**PLAN, "target": "h100x1", "devices": 1, "hours": 9.5}, {**PLAN, "devices": 2, "target": "h100x2"})
-    others[1]["chosen"] = None
+    others = (planned(target="h100x1", devices=1, hours=9.5), planned(None, devices=2, target="h100x2"))
     assert call(others=others) == ["h100x4"]
     file = tmp_path / "runs" / "mine" / "job.sbatch"
     check_syntax(file.read_text(encoding="utf-8"))
@@ -132,14 +133,14 @@ def test_data_that_is_made_fetched_or_there_is_not_missing(source: str, call, ca
 
 
 def test_estimate_is_called_one(call, capsys) -> None:
-    call(PLAN | {"compiled": False})
+    call(planned(compiled=False))
     assert "plan h100x4 (estimated, not compiled)" in capsys.readouterr().out
 
 
 def test_idle_gpus_are_told(call, capsys) -> None:
     call()
     assert "costs less" not in capsys.readouterr().out
-    call(PLAN | {"chosen": {**PLAN["chosen"], "strategy": "replicate", "mesh": "2x1", "devices_used": 2}})
+    call(planned(dataclasses.replace(CHOSEN, strategy="replicate", mesh="2x1", devices_used=2)))
     assert "2 of the 4 GPUs do the work: --target h100x2 costs less" in capsys.readouterr().out
 
 
@@ -206,7 +207,7 @@ def test_what_one_process_fills_is_refused_for_several_nodes(file, changes, rule
     cfg = config.build(values)
     with pytest.raises(UserError, match=rule):
         planner.make(cfg, "2xh100x4", estimate=True)
-    planner.check_processes(cfg, 8, 1)
+    hardware.check_processes(cfg, 8, 1)
 
 
 def test_submitting_where_there_is_no_sbatch_is_refused(call, tmp_path: Path, monkeypatch) -> None:
@@ -217,7 +218,7 @@ def test_submitting_where_there_is_no_sbatch_is_refused(call, tmp_path: Path, mo
 
 def test_a_list_names_the_run_whose_readers_cannot_lie_on_several_nodes(tmp_path: Path) -> None:
     """One line before anything is planned or written, with the way on."""
-    cfg, _ = resolve(**{"mesh.placement": "split"})
+    cfg = resolve(**{"mesh.placement": "split"})
     task = loading.Loaded("configs/h100x4.py", cfg, tmp_path / "apart", {}, {}, {})
     args = parser.parse(["slurm", "--config", "some.list", "--target", "2xh100x4", "--workdir", str(tmp_path)])
     with pytest.raises(

@@ -274,7 +274,6 @@ def test_asynchronous_collectives_in_a_loop_are_counted_once_a_round():
     x, g = 5 * 11 * 7 * 2, 5 * 11 * 11 * 4
     assert gather == hlo_counts.Collective("all-gather", ((0, 1, 2, 3),), 6, 6 * x, 6 * 3 * x)
     assert reduce == hlo_counts.Collective("all-reduce", ((0, 1), (2, 3)), 6, 6 * g, 6 * g)
-    assert (gather.group_size, reduce.group_size) == (4, 2)
 
 
 GROUPS = """HloModule m, num_partitions=8

@@ -8,10 +8,9 @@ import pytest
 from lw_jax import recipes
 from lw_jax.core import config
 from lw_jax.planning import estimate, gpus, hlo_counts, placement_search, roofline
-from lw_jax.planning.placement_search import Candidate, Hardware
-from lw_jax.planning.roofline import Times
+from lw_jax.planning.hardware import Hardware
+from lw_jax.planning.plans import StepCandidate
 from lw_jax.training import memory, micro_batch_search
-from lw_jax.training.memory import StepMemory
 from lw_jax.training.memory_limit import MemoryLimit
 from lw_jax.training.step_spec import StepSpec
 from sharding import placement as placements
@@ -26,10 +25,6 @@ EXACT = 1e-12  # relative: a handful of fp64 sums
 
 def hardware(count: int, room: MemoryLimit = ENOUGH, **changes) -> Hardware:
     return Hardware(jax.devices()[:count], room, **{"target": gpus.Target(H100, count)} | changes)
-
-
-def choose(cfg, on: Hardware) -> list[Candidate]:
-    return placement_search.choose(cfg, on)
 
 
 # ---- which candidates there are
@@ -65,29 +60,27 @@ def test_devices_that_make_no_share_smaller_are_left_out_unless_each_process_nee
 
 @pytest.mark.parametrize(("count", "micro"), [(3, 22), (5, 13), (6, 11), (7, 10)])
 def test_every_number_of_cards_takes_its_share_of_a_batch_that_it_does_not_divide(count, micro, root, measure):
-    found = choose(make_searched_config(root, train__global_batch=64), hardware(count))
+    found = placement_search.choose(make_searched_config(root, train__global_batch=64), hardware(count))
     (one,) = [one for one in found if one.strategy == "replicate"]
     assert one.fits and one.placement.devices == count and one.needs.micro_batch == micro
-    alone = found[0].estimate.times.total
+    alone = found[0].estimate.step_seconds
     assert one.estimate.flops == pytest.approx(found[0].estimate.flops * micro / 64, rel=0.02)  # the optimizer is whole
-    assert one.estimate.times.total < alone
+    assert one.estimate.step_seconds < alone
 
 
 def test_a_configured_placement_is_the_only_one(root, measure):
     cfg = make_searched_config(root, mesh__placement="tensor", mesh__data=2, mesh__model=2)
     assert list(placement_search.strategies(cfg, {"a": 3, "b": 5}, 8)) == [("tensor", 2, 2)]
-    found = choose(cfg, hardware(4))
+    found = placement_search.choose(cfg, hardware(4))
     assert {(one.strategy, one.mesh) for one in found} == {("tensor", "2x2")}
 
 
 # ---- which one is taken
 
 
-def candidate(seconds: float | None, *, devices: int = 1, peak: int = 100, obstacle: str = "", **more) -> Candidate:
-    placed = placements.place("replicate", {"a": 1}, data=devices, devices=jax.devices()[:devices])
-    needs = StepMemory(1, 1, 0, 0, 0, 0, 0, (peak,))
-    times = None if seconds is None else Times(seconds, 0.0, 0.0)
-    return Candidate("replicate", f"{devices}x1", "none", placed, needs, times, obstacle=obstacle, **more)
+def candidate(seconds: float | None, *, devices: int = 1, peak: int = 100, **more) -> StepCandidate:
+    sizes = {"devices_used": devices, "peak_bytes": peak, "step_seconds": seconds}
+    return StepCandidate(strategy="replicate", mesh=f"{devices}x1", remat="none", **sizes, **more)
 
 
 def test_the_fastest_is_taken():
@@ -119,9 +112,9 @@ def test_where_speed_is_not_known_what_sends_least_is_taken_of_equals_then_the_f
 
 
 def test_what_has_an_obstacle_is_never_taken():
-    found = [candidate(1.0, obstacle="too large"), candidate(5.0), Candidate("fsdp", "2x1", "-", obstacle="no")]
+    found = [candidate(1.0, fits=False), candidate(5.0)]
     assert placement_search.pick(found) is found[1]
-    assert placement_search.pick([found[0], found[2]]) is None
+    assert placement_search.pick(found[:1]) is None
     assert placement_search.pick([]) is None
 
 
@@ -129,7 +122,7 @@ def test_what_has_an_obstacle_is_never_taken():
 
 
 def test_where_all_fits_one_program_is_compiled_for_each_placement(root, measure):
-    found = choose(make_searched_config(root), hardware(4))
+    found = placement_search.choose(make_searched_config(root), hardware(4))
     assert sorted(measure.asked) == sorted(
         [("single", "none", 8), ("replicate", "none", 2), ("fsdp", "none", 2)]
         + [("tensor", "none", 4), ("tensor", "none", 8), ("split", "none", 4), ("hybrid4", "none", 8)]
@@ -140,10 +133,10 @@ def test_where_all_fits_one_program_is_compiled_for_each_placement(root, measure
 def test_another_recomputation_is_compiled_where_arithmetic_was_wrong(root, monkeypatch):
     """Half of the room that arithmetic wants without recomputation, which the compiler then doubles a hundredfold."""
     single = {"mesh__placement": "single", "train__micro_batch": 8}
-    whole = choose(make_searched_config(root, **single), hardware(1, compile=None))[0]
+    whole = placement_search.choose(make_searched_config(root, **single), hardware(1, compile=None))[0]
     room = MemoryLimit(2 * whole.needs.peak, 1.0)
     measure = replace_compiler(monkeypatch, none=100.0)
-    found = choose(make_searched_config(root, **single), hardware(1, room))
+    found = placement_search.choose(make_searched_config(root, **single), hardware(1, room))
     assert [remat for _, remat, _ in measure.asked] == ["none", "full"]
     assert [(one.remat, one.fits) for one in found] == [("none", False), ("full", True)]
     assert found[0].obstacle == (
@@ -155,10 +148,12 @@ def test_a_smaller_micro_batch_than_arithmetic_said_has_the_faster_recomputation
     """Weights are read with each micro-batch: several small ones of short texts take longer than one recomputing."""
     short = {"data__question_tokens": 4, "data__answer_tokens": 2, "encoder__slots": 1, "encoder__window": 16}
     cfg = make_searched_config(root, mesh__placement="single", **short)
-    whole = choose(cfg, hardware(1, compile=None))[0]
+    whole = placement_search.choose(cfg, hardware(1, compile=None))[0]
     measure = replace_compiler(monkeypatch, none=5.0)
     slow = dataclasses.replace(H100, bandwidth=H100.bandwidth // 1000)
-    found = choose(cfg, hardware(1, MemoryLimit(int(1.1 * whole.needs.peak), 1.0), target=gpus.Target(slow, 1)))
+    found = placement_search.choose(
+        cfg, hardware(1, MemoryLimit(int(1.1 * whole.needs.peak), 1.0), target=gpus.Target(slow, 1))
+    )
     assert [one.remat for one in found] == ["none", "full"]
     assert found[0].needs.micro_batch < found[1].needs.micro_batch == 8
     assert {remat for _, remat, _ in measure.asked} == {"none", "full"}
@@ -167,13 +162,13 @@ def test_a_smaller_micro_batch_than_arithmetic_said_has_the_faster_recomputation
 
 def test_configured_recomputation_and_micro_batch_are_the_only_ones_compiled(root, measure):
     cfg = tiny.make_config(root, compute__remat="full", train__micro_batch=2)
-    found = choose(cfg, hardware(2))
+    found = placement_search.choose(cfg, hardware(2))
     assert {(remat, micro) for _, remat, micro in measure.asked} == {("full", 2)}
     assert [one.needs.accumulation for one in found if one.fits] == [4, 2, 2, 4, 4]
 
 
 def test_what_cannot_hold_its_weights_is_not_compiled(root, measure):
-    found = choose(make_searched_config(root), hardware(2, MemoryLimit(10**6, 0.3)))
+    found = placement_search.choose(make_searched_config(root), hardware(2, MemoryLimit(10**6, 0.3)))
     assert measure.asked == []
     alone = [one for one in found if one.strategy != "hybrid4"]
     assert len(alone) == 5
@@ -183,12 +178,12 @@ def test_what_cannot_hold_its_weights_is_not_compiled(root, measure):
 
 
 def test_an_estimate_compiles_nothing_and_takes_arithmetic(root, measure):
-    found = choose(make_searched_config(root), hardware(2, compile=None))
+    found = placement_search.choose(make_searched_config(root), hardware(2, compile=None))
     assert measure.asked == []
     fitting = [one for one in found if one.fits]
     assert [one.strategy for one in fitting] == ["single", "replicate", "fsdp", "tensor", "split"]
     for one in fitting:
-        assert one.needs == one.estimate.needs and one.times == one.estimate.times
+        assert one.needs == one.guess.needs and one.seconds == one.guess.times
         assert (one.flops, one.collective_bytes) == (one.estimate.flops, one.estimate.collective_bytes)
 
 
@@ -197,12 +192,12 @@ def test_where_speed_is_not_known_recomputation_is_taken_to_hold_more_at_once(ro
     peaks = {}
     for remat in config.REMATS["latentwire"]:
         own = config.with_remat(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, micro_batch=8)), remat)
-        peaks[remat] = choose(own, hardware(1, compile=None))[0].needs.peak
+        peaks[remat] = placement_search.choose(own, hardware(1, compile=None))[0].needs.peak
     assert peaks["full"] < peaks["none"]
     room = MemoryLimit(peaks["full"] + 1, 1.0)
-    assert [one.remat for one in choose(cfg, hardware(1, room, target=None))] == ["full"]
-    assert [one.remat for one in choose(cfg, hardware(1, target=None))] == ["none"]
-    assert choose(cfg, hardware(1, target=None))[0].times is None
+    assert [one.remat for one in placement_search.choose(cfg, hardware(1, room, target=None))] == ["full"]
+    assert [one.remat for one in placement_search.choose(cfg, hardware(1, target=None))] == ["none"]
+    assert placement_search.choose(cfg, hardware(1, target=None))[0].seconds is None
 
 
 # ---- what stands in the way
@@ -212,7 +207,7 @@ def test_every_candidate_above_the_limit_has_an_obstacle_and_no_other_has(root, 
     cfg, seen = make_searched_config(root), set()
     for megabytes in (1, 6, 34):
         room = MemoryLimit(megabytes * 10**6, 0.8)
-        for one in choose(cfg, hardware(2, room)):
+        for one in placement_search.choose(cfg, hardware(2, room)):
             within = one.needs is not None and one.needs.peak <= room.usable
             assert one.fits == within == (not one.obstacle), (megabytes, one)
             if one.needs is not None and one.needs.peak > room.usable:
@@ -222,7 +217,7 @@ def test_every_candidate_above_the_limit_has_an_obstacle_and_no_other_has(root, 
 
 
 def test_placements_that_do_not_go_together_are_candidates_with_their_reason(root, measure):
-    listed = choose(make_searched_config(root, train__global_batch=6), hardware(3))
+    listed = placement_search.choose(make_searched_config(root, train__global_batch=6), hardware(3))
     found = {one.strategy: one for one in listed[::-1]}  # of each the first
     assert "llms/qwen" in found["fsdp"].obstacle and "data=3" in found["fsdp"].obstacle
     assert "llms/qwen" in found["tensor"].obstacle and "model=3" in found["tensor"].obstacle
@@ -232,7 +227,7 @@ def test_placements_that_do_not_go_together_are_candidates_with_their_reason(roo
 
 @pytest.mark.parametrize("batch", [1, 2, 6, 7])
 def test_no_candidate_holds_less_than_one_example_a_device(batch, root, measure):
-    found = choose(make_searched_config(root, train__global_batch=batch), hardware(8))
+    found = placement_search.choose(make_searched_config(root, train__global_batch=batch), hardware(8))
     for one in found:
         if one.needs is None:
             wanted = "does not divide mesh axis" if one.strategy == "fsdp" else "would have no example"
@@ -249,14 +244,14 @@ def test_a_second_fsdp_is_tried_only_where_widths_do_not_divide(root, measure):
     """Widths of 48 and 56 divide by 2, 4 and 8, not both by 3, 5, 6 or 7."""
     cfg = make_searched_config(root, train__global_batch=64)
     tried = {
-        count: [(one.mesh, one.fits) for one in choose(cfg, hardware(count)) if one.strategy == "fsdp"]
+        count: [(one.mesh, one.fits) for one in placement_search.choose(cfg, hardware(count)) if one.strategy == "fsdp"]
         for count in (4, 6, 7)
     }
     assert tried == {4: [("4x1", True)], 6: [("6x1", False), ("4x1", True)], 7: [("7x1", False), ("4x1", True)]}
 
 
 def test_micro_batch_beyond_a_devices_share_becomes_the_share(root, measure):
-    found = choose(make_searched_config(root, train__micro_batch=8), hardware(2))
+    found = placement_search.choose(make_searched_config(root, train__micro_batch=8), hardware(2))
     assert {one.strategy: one.needs.micro_batch for one in found if one.fits} == {
         **{"single": 8, "replicate": 4, "fsdp": 4, "tensor": 8, "split": 8},
     }
@@ -268,19 +263,9 @@ def test_a_step_that_the_compiler_finds_too_large_is_an_obstacle(micro, root, mo
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 7 bytes")
 
     monkeypatch.setattr(micro_batch_search.memory, "measure", fail)
-    found = choose(make_searched_config(root, train__micro_batch=micro), hardware(1))
+    found = placement_search.choose(make_searched_config(root, train__micro_batch=micro), hardware(1))
     assert [one.remat for one in found] == ["none", "full"]
     assert all(one.obstacle.startswith("too large for the compiler: ") and not one.fits for one in found)
-
-
-def test_nothing_fits_tells_every_obstacle_and_the_remedies(root, measure):
-    room = MemoryLimit(10**6, 0.8)
-    found = choose(make_searched_config(root), hardware(3, room))
-    rows = [{key: getattr(one, key) for key in ("strategy", "mesh", "obstacle")} for one in found]
-    told = placement_search.nothing_fits(rows, 3, room)
-    assert told.startswith("no placement on 3 devices with 0.8 MB each holds this configuration: single 1x1: weights")
-    assert all(f"{row['strategy']} {row['mesh']}: {row['obstacle']}" in told for row in rows)
-    assert "target_utilisation" in told and "\n" not in told
 
 
 # ---- what the compiled step is said to take
@@ -296,7 +281,7 @@ def apart(root):
         return memory.compile_here(lowered)
 
     cfg = tiny.make_config(root, mesh__placement="split", train__micro_batch=4)
-    (found,) = choose(cfg, hardware(2, compile=compile))
+    (found,) = placement_search.choose(cfg, hardware(2, compile=compile))
     return cfg, found, compiled
 
 
@@ -307,7 +292,7 @@ def test_a_compiled_candidate_has_the_needs_that_are_measured(apart):
     program = StepSpec(cfg, recipes.make(cfg, placed, outline=True))
     assert len(compiled) == len(found.needs.programs) > 3
     assert found.fits and found.needs == micro_batch_search.measure(program, program.recipe.batch_widths(), 4)
-    assert found.estimate == estimate.estimate(program, program.recipe.batch_widths(), 4, gpus.Target(H100, 2))
+    assert found.guess == estimate.estimate(program, program.recipe.batch_widths(), 4, gpus.Target(H100, 2))
 
 
 @pytest.mark.slow
@@ -318,8 +303,8 @@ def test_readers_apart_work_at_once_and_all_else_follows(apart):
         name: part.runs * roofline.predict(one, gpus.Target(H100, 2)).total for name, (one, part) in analysed.items()
     }
     readers = [seconds.pop(name) for name in ("llama", "qwen")]
-    assert found.times.total == pytest.approx(sum(seconds.values()) + max(readers), rel=EXACT)
-    assert found.times.total < sum(seconds.values()) + sum(readers)
+    assert found.seconds.total == pytest.approx(sum(seconds.values()) + max(readers), rel=EXACT)
+    assert found.seconds.total < sum(seconds.values()) + sum(readers)
     flops = {}
     for one, part in analysed.values():
         flops[part.mesh] = flops.get(part.mesh, 0) + part.runs * one.flops
@@ -329,8 +314,8 @@ def test_readers_apart_work_at_once_and_all_else_follows(apart):
 
 
 def test_candidates_are_compared_by_arithmetic_where_one_has_no_time(root, measure):
-    found = [one for one in choose(make_searched_config(root), hardware(4)) if one.fits]
+    found = [one for one in placement_search.choose(make_searched_config(root), hardware(4)) if one.fits]
     best = placement_search.pick(found)
-    others = [dataclasses.replace(one, times=None) if one == best else one for one in found]
+    others = [dataclasses.replace(one, seconds=None, step_seconds=None) if one == best else one for one in found]
     least = min(one.flops for one in found)
     assert placement_search.pick(others).flops <= 1.02 * least

@@ -1,5 +1,6 @@
 """lw_jax/planning/plan_cache.py and `config.shape`: which plans are one plan."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -11,7 +12,8 @@ import pytest
 from lw_jax import recipes
 from lw_jax.core import config
 from lw_jax.core.config import Config
-from lw_jax.planning import placement_search, plan_cache, plan_tables, planner
+from lw_jax.planning import gpus, placement_search, plan_cache, plan_tables, planner
+from lw_jax.planning.plans import StepPlan
 from lw_jax.training.step_spec import StepSpec
 from sharding import placement as placements
 from tests import tiny
@@ -47,28 +49,22 @@ SWEEP = {
 def test_a_sweep_plans_once_and_has_its_own_hours(root, measure, cache, monkeypatch):
     cfg = make_searched_config(root, mesh__memory_gb=0.02)
     first = planner.make(cfg, "h100x2", estimate=True)
-    monkeypatch.setattr(
-        planner,
-        "absent",
-        lambda cfg, target: placement_search.Hardware(
-            jax.devices()[:2], planner.memory_limit.of_devices(cfg, 10**10), target
-        ),
-    )
+    monkeypatch.setattr(gpus, "compile_devices", lambda target: jax.devices()[:2])
     planned = planner.make(cfg, "h100x2")
-    assert "cached" not in planned and len(list(cache.iterdir())) == 1
+    assert not planned.cached and len(list(cache.iterdir())) == 1
     monkeypatch.setattr(placement_search, "choose", fail)
     again = planner.make(cfg, "h100x2")
-    assert again == planned | {"cached": True}
+    assert again == dataclasses.replace(planned, cached=True)
     assert "(cached)" in plan_tables.report(again) and "(cached)" not in plan_tables.report(planned)
     for path, value in SWEEP.items():  # a sweep may validate more or less often
         swept = planner.make(change(cfg, path, value), "h100x2")
-        assert swept == again | {"validation_hours": swept["validation_hours"]}, path
+        assert swept == dataclasses.replace(again, validation_hours=swept.validation_hours), path
     longer = planner.make(change(cfg, "train.steps", 600), "h100x2")
-    assert longer["steps"] == 600 and first["steps"] == cfg.train.steps == 6
-    assert longer["hours"] == longer["chosen"]["hours"] == pytest.approx(100 * again["hours"], rel=1e-12)
-    assert longer["hours"] == pytest.approx(600 * longer["chosen"]["step_seconds"] / 3600, rel=1e-12)
-    for one, other in zip(longer["candidates"], again["candidates"], strict=True):
-        assert one["hours"] is other["hours"] is None or one["hours"] == pytest.approx(100 * other["hours"])
+    assert longer.steps == 600 and first.steps == cfg.train.steps == 6
+    assert longer.hours == longer.chosen.hours == pytest.approx(100 * again.hours, rel=1e-12)
+    assert longer.hours == pytest.approx(600 * longer.chosen.step_seconds / 3600, rel=1e-12)
+    for one, other in zip(longer.candidates, again.candidates, strict=True):
+        assert one.hours is other.hours is None or one.hours == pytest.approx(100 * other.hours)
     assert planner.kept(change(cfg, "train.steps", 600), "h100x2") == longer
     assert len(list(cache.iterdir())) == 1
 
@@ -106,11 +102,10 @@ def test_another_target_version_or_memory_is_another_plan(root, monkeypatch):
 
 def test_several_processes_take_their_plans_from_the_cache_together(root, monkeypatch):
     cfg, made = make_searched_config(root), []
-    row = {"step_seconds": 1.0, "hours": 1.0}
-    plan = {"target": "here", "chosen": row, "candidates": [row], "steps": 6, "hours": 1.0}
+    plan = StepPlan(target="here", devices=1, per_host=1, compiled=True, chosen=None)
     for theirs, count in ((True, 1), (True, 1), (False, 2), (True, 2)):
         monkeypatch.setattr(planner.processes, "gather", lambda own, theirs=theirs: [own, theirs])
-        planner._cached(cfg, "here", lambda: made.append(1) or dict(plan))
+        planner._cached(cfg, "here", lambda: made.append(1) or plan)
         assert len(made) == count
 
 
@@ -190,9 +185,11 @@ def test_a_step_is_the_same_program_whatever_the_other_keys_are(root):
             other = change(other, path, wanted)
     assert len(changed) > 30 and config.shape(other) == config.shape(cfg)
     assert programs(other, 2) == programs(cfg, 2)
-    apart = {"plan_seconds": 0, "validation_hours": 0}
-    estimates = [planner.make(one, "h100x2", estimate=True) for one in (cfg, other)]
-    assert estimates[0] | apart == estimates[1] | apart
+    one, another = (
+        dataclasses.replace(planner.make(each, "h100x2", estimate=True), plan_seconds=0, validation_hours=0)
+        for each in (cfg, other)
+    )
+    assert one == another
 
 
 def test_every_key_says_whether_it_shapes_a_plan():

@@ -13,8 +13,8 @@ from lw_jax import recipes
 from lw_jax.commands import train
 from lw_jax.core import config, processes, validation
 from lw_jax.core.errors import UserError
-from lw_jax.planning import gpus, placement_search, plan_tables, planner
-from lw_jax.planning.placement_search import Hardware
+from lw_jax.planning import gpus, hardware, placement_search, plan_tables, planner, plans
+from lw_jax.planning.hardware import Hardware
 from lw_jax.recipes import selfmade
 from lw_jax.training import memory, memory_limit, micro_batch_search
 from lw_jax.training.evaluation_memory import EvaluationMemory
@@ -100,7 +100,7 @@ def test_processors_that_would_take_different_dtypes_are_refused(root, monkeypat
 @pytest.mark.parametrize("cached", [False, True])
 def test_plan_of_this_machine_is_the_first_process_s(cached, root, measure, monkeypatch):
     cfg = make_searched_config(root, mesh__placement="fsdp", mesh__data=2, mesh__memory_gb=1.0)
-    own = planner.make(cfg)["chosen"]
+    own = dataclasses.asdict(planner.make(cfg).chosen)
     if not cached:
         planner.plan_cache.path(cfg, "here").unlink()
 
@@ -129,26 +129,19 @@ def test_step_that_cannot_be_timed_is_planned_and_the_plan_says_why(root, measur
     )
     cfg = make_searched_config(root, mesh__placement="fsdp", mesh__data=2, mesh__memory_gb=1.0)
     found = planner.make(cfg)
-    assert found["chosen"]["step_seconds"] is None and found["hours"] is None
-    assert f"time unknown: {found['untimed']}" in plan_tables.report(found)
-    assert planner.resolve_auto(cfg)[1].strategy == found["chosen"]["strategy"]
+    assert found.chosen.step_seconds is None and found.hours is None
+    assert f"time unknown: {found.untimed}" in plan_tables.report(found)
+    assert planner.resolve_auto(cfg)[1].strategy == found.chosen.strategy
 
 
 def test_where_memory_is_told_the_plan_is_what_is_settled(root, measure):
     cfg = make_searched_config(root, mesh__memory_gb=0.012)
     settled, placed = planner.resolve_auto(cfg)
-    best = planner.make(cfg)["chosen"]
+    best = planner.make(cfg).chosen
     assert measure.asked, "the plan was made"
-    assert (placed.strategy, settled.compute.remat) == (best["strategy"], best["remat"])
-    assert placed.devices == best["devices_used"] and placement_search._mesh(placed) == best["mesh"]
+    assert (placed.strategy, settled.compute.remat) == (best.strategy, best.remat)
+    assert placed.devices == best.devices_used and plans.mesh_of(placed) == best.mesh
     assert dataclasses.replace(settled, compute=cfg.compute, eval=cfg.eval) == cfg
-
-
-def test_a_configured_placement_has_only_its_recomputation_planned(root, measure):
-    cfg = make_searched_config(root, mesh__placement="fsdp", mesh__data=2, mesh__memory_gb=1.0)
-    settled, placed = planner.resolve_auto(cfg)
-    assert (placed.strategy, placed.data, settled.compute.remat) == ("fsdp", 2, "none")
-    assert {name for name, *_ in measure.asked} == {"fsdp"}
 
 
 def test_what_fits_nowhere_is_refused_with_every_reason(root, measure):
@@ -239,11 +232,11 @@ def test_training_accumulates_as_compiled_where_the_batch_does_not_fit(root, cur
     losses = train_planned(root, tmp_path / "run", **changes)
     np.testing.assert_allclose(losses, curve_of_one, rtol=LOSS)
     found = planner.make(make_searched_config(root, train__steps=3, eval__examples=2, **changes))
-    assert found["cached"] and found["compiled"] and found["devices"] == 2
-    assert found["chosen"]["peak_bytes"] <= found["limit_bytes"] < peaks[1]
+    assert found.cached and found.compiled and found.devices == 2
+    assert found.chosen.peak_bytes <= found.limit_bytes < peaks[1]
     assert "placement replicate: data=2 x model=1 on 2" in capsys.readouterr().out
     record = json.loads((tmp_path / "run" / "hardware.json").read_text())
-    assert record["remat"] == found["chosen"]["remat"]
+    assert record["remat"] == found.chosen.remat
 
 
 def test_fewer_devices_than_a_machine_file_wants_are_told_with_every_way_on(root, monkeypatch):
@@ -253,15 +246,8 @@ def test_fewer_devices_than_a_machine_file_wants_are_told_with_every_way_on(root
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     for changes in ({"mesh__placement": "replicate", "mesh__data": 4}, {"mesh__placement": "hybrid4"}):
         for remat in ("none", "auto"):
-            with pytest.raises(PlacementError, match="plan --config FILE --target h100x4") as caught:
+            with pytest.raises(PlacementError, match=r"h100x4.*mesh\.placement=auto.*device_count=4"):
                 planner.resolve_auto(tiny.make_config(root, compute__remat=remat, **changes))
-            for way in (
-                "configs/large.py",
-                "mesh.placement=auto",
-                "--xla_force_host_platform_device_count=4",
-                "has 1 cpu",
-            ):
-                assert way in str(caught.value)
     cfg = tiny.make_config(root, mesh__placement="split")
     alone = dataclasses.replace(cfg, llms={"llama": cfg.llms["llama"]})
     with pytest.raises(PlacementError) as caught:  # no number of devices would help
@@ -280,11 +266,11 @@ def test_an_absent_compiler_is_told_and_arithmetic_stands_in_without_being_kept(
     """conftest.py hides the CUDA plugin from this process."""
     cfg = make_searched_config(root, mesh__placement="single")
     found = planner.make(cfg, "h100x2")
-    assert not found["compiled"] and "target h100x2: " in found["why_not_compiled"]
-    assert found["chosen"]["strategy"] == "single"
-    assert not (cache / "plans").exists() and "cached" not in planner.make(cfg, "h100x2")
+    assert not found.compiled and "target h100x2: " in found.why_not_compiled
+    assert found.chosen.strategy == "single"
+    assert not (cache / "plans").exists() and not planner.make(cfg, "h100x2").cached
     told = plan_tables.report(found)
-    assert "ARITHMETIC ESTIMATE, nothing was compiled" in told and f"not compiled: {found['why_not_compiled']}" in told
+    assert "ARITHMETIC ESTIMATE, nothing was compiled" in told and f"not compiled: {found.why_not_compiled}" in told
 
 
 def test_an_estimate_for_more_devices_than_stand_in_says_how_to_get_them(root):
@@ -297,13 +283,13 @@ def test_over_two_nodes_what_one_process_must_drive_is_an_obstacle(estimate, roo
     """With stand-ins of one process too, on which an estimate plans."""
     monkeypatch.setattr(gpus, "compile_devices", lambda target: jax.devices()[: target.devices])
     found = planner.make(make_searched_config(root), "2xh100x4", estimate=estimate)
-    told = {row["strategy"]: row["obstacle"] for row in found["candidates"] if row["obstacle"]}
+    told = {row.strategy: row.obstacle for row in found.candidates if row.obstacle}
     assert set(told) >= {"single", "split", "hybrid4"}
     assert "over several processes" in told["split"] and "use replicate, fsdp or tensor" in told["hybrid4"]
     assert "some process would own none" in told["single"]
-    assert {row["mesh"] for row in found["candidates"] if row["strategy"] == "tensor" and row["fits"]} == {"4x2", "2x4"}
-    assert "model axis stays inside one process" in found["candidates"][-3]["obstacle"]
-    assert found["chosen"]["strategy"] in ("replicate", "fsdp", "tensor")
+    assert {row.mesh for row in found.candidates if row.strategy == "tensor" and row.fits} == {"4x2", "2x4"}
+    assert "model axis stays inside one process" in found.candidates[-3].obstacle
+    assert found.chosen.strategy in ("replicate", "fsdp", "tensor")
 
 
 @pytest.mark.parametrize("placement", ["split", "hybrid4"])
@@ -325,45 +311,40 @@ def test_training_over_two_processes_refuses_readers_apart_before_it_makes_reade
         train.main(tiny.make_config(root, mesh__placement="split"), tmp_path)
 
 
-def test_an_unknown_target_is_refused(root):
-    with pytest.raises(UserError, match="Did you mean 'h100'"):
-        planner.make(make_searched_config(root), "h10x2")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "batch"), [(3, 8), (4, 8), (8, 8), (6, 13)])
 def test_flags_of_every_candidate_run_that_candidate(count, batch, root):
     cfg = make_searched_config(root, train__global_batch=batch)
     found = planner.make(cfg, f"h100x{count}", estimate=True)
-    fitting = [row for row in found["candidates"] if row["fits"]]
-    assert {row["strategy"] for row in fitting} >= {"single", "split" if count > 3 else "hybrid3"}
+    fitting = [row for row in found.candidates if row.fits]
+    assert {row.strategy for row in fitting} >= {"single", "split" if count > 3 else "hybrid3"}
     readers, devices = recipes.reader_bytes(cfg), jax.devices()[:count]
     for row in fitting:
         values = base.get_config()
         values.update(ConfigDict(config.to_dict(cfg)))
-        values.update_from_flattened_dict(planner.overrides(row))
+        values.update_from_flattened_dict(row.overrides())
         own = config.build(values)
         validation.validate(own)
         ((strategy, data, model),) = placement_search.strategies(own, readers, count)
         placed = placements.place(strategy, readers, data=data, model=model, devices=devices)
-        assert (strategy, placement_search._mesh(placed), placed.devices) == (
-            row["strategy"],
-            row["mesh"],
-            row["devices_used"],
+        assert (strategy, plans.mesh_of(placed), placed.devices) == (
+            row.strategy,
+            row.mesh,
+            row.devices_used,
         )
         program = StepSpec(own, recipes.make(own, placed, outline=True))
-        assert program.accumulation(own.train.micro_batch) == row["accumulation"]
-        again = placements.place(row["strategy"], readers, data=row["data"], model=row["model"], devices=devices)
+        assert program.accumulation(own.train.micro_batch) == row.accumulation
+        again = placements.place(row.strategy, readers, data=row.data, model=row.model, devices=devices)
         assert again == placed, "settle and the flags mean the same"
 
 
 def test_flags_of_a_split_over_pairs_keep_the_pairs(root):
     cfg = make_searched_config(root, mesh__placement="split", mesh__model=2)
-    (row,) = planner.make(cfg, "h100x8", estimate=True)["candidates"]
-    assert (row["mesh"], row["model"]) == ("llama 2x2, qwen 2x2", 2)
-    assert planner.overrides(row) == {
+    (row,) = planner.make(cfg, "h100x8", estimate=True).candidates
+    assert (row.mesh, row.model) == ("llama 2x2, qwen 2x2", 2)
+    assert row.overrides() == {
         **{"mesh.placement": "split", "mesh.data": -1, "mesh.model": 2},
-        **{"train.micro_batch": row["micro_batch"], "compute.remat": row["remat"]},
+        **{"train.micro_batch": row.micro_batch, "compute.remat": row.remat},
     }
 
 
@@ -376,10 +357,10 @@ def test_a_machine_at_hand_that_holds_nothing_says_the_same(root, measure):
 
 def test_the_machine_at_hand_is_described_by_what_it_reports(root, monkeypatch):
     cfg = tiny.make_config(root, mesh__memory_gb=24.0)
-    assert planner.here(cfg) == Hardware(jax.devices(), MemoryLimit(24_000_000_000, 0.8), None)
+    assert hardware.here(cfg) == Hardware(jax.devices(), MemoryLimit(24_000_000_000, 0.8), None)
     card = gpus.CARDS["a100_40"]
     asked = []
     monkeypatch.setattr(gpus, "of_device", lambda device: asked.append(device) or card)
     monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[4:])  # as in the second of two processes
-    assert planner.here(cfg).target == gpus.Target(card, 8, 1)
+    assert hardware.here(cfg).target == gpus.Target(card, 8, 1)
     assert asked == [jax.devices()[4]]

@@ -2,7 +2,6 @@
 
 import pytest
 
-from lw_jax.core.errors import UserError
 from lw_jax.planning import gpus, roofline
 from lw_jax.planning.hlo_counts import Collective, Kernel, Program
 
@@ -18,8 +17,8 @@ def matmul(m: int, k: int, n: int, *, arithmetic: str = "bf16", executed: int = 
     return Kernel(arithmetic, 2 * m * k * n, width * (m * k + k * n + m * n), executed)
 
 
-def predict(*kernels: Kernel, collectives: tuple[Collective, ...] = (), target=H100, dtype: str = ""):
-    return roofline.predict(Program(kernels, collectives, ()), target, dtype=dtype)
+def predict(*kernels: Kernel, collectives: tuple[Collective, ...] = (), target=H100):
+    return roofline.predict(Program(kernels, collectives, ()), target)
 
 
 def test_large_product_takes_its_arithmetic():
@@ -55,15 +54,12 @@ def test_each_product_runs_at_the_peak_of_its_own_arithmetic():
     for name in CARD.peak:
         assert times[name] * CARD.peak[name] == pytest.approx(times["bf16"] * CARD.peak["bf16"], rel=EXACT)
     assert times["other"] == times["fp32"]
-    assert predict(matmul(*size, arithmetic="fp32"), dtype="bf16").gemm == pytest.approx(times["bf16"], rel=EXACT)
 
 
 def test_arithmetic_that_a_card_lacks_counts_as_the_next_one():
     a100 = gpus.parse("a100_40x1")
     times = [predict(matmul(4096, 4096, 8192, arithmetic=name), target=a100).gemm for name in ("fp8", "bf16")]
     assert times[0] == times[1]
-    with pytest.raises(UserError, match="'fp8': a100_40 has no peak.*bf16, tf32, fp32"):
-        predict(target=a100, dtype="fp8")
 
 
 def test_collective_between_nodes_takes_the_network():

@@ -37,15 +37,15 @@ def test_costs_are_those_of_the_plans(blocks, plans):
     _, *rows = blocks[1]
     assert len(rows) == 4
     for row, found in zip(rows, plans, strict=True):
-        best, count = found["chosen"], found["devices"]
+        best, count = found.chosen, found.devices
         words = row.split()
         assert words[0] == str(count)
-        share = best["peak_bytes"] / found["memory_bytes"]
-        assert words[1:6] == [f"{best['peak_bytes'] / 1e9:.1f}", "of", "84.9", "GB", f"({share:.0%})"]
-        minutes = f"{64 / best['samples_per_second'] / 60:.1f}"
+        share = best.peak_bytes / found.memory_bytes
+        assert words[1:6] == [f"{best.peak_bytes / 1e9:.1f}", "of", "84.9", "GB", f"({share:.0%})"]
+        minutes = f"{64 / best.samples_per_second / 60:.1f}"
         assert words[6:10] == [
-            *(f"{best['samples_per_second']:.1f}", minutes),
-            *(f"{found['hours']:.2f}", f"{count * found['hours']:.2f}"),
+            *(f"{best.samples_per_second:.1f}", minutes),
+            *(f"{found.hours:.2f}", f"{count * found.hours:.2f}"),
         ]
 
 
@@ -53,22 +53,23 @@ def test_batches_make_the_global_batch(blocks, plans):
     _, *rows = blocks[2]
     for row, found in zip(rows, plans, strict=True):
         count, micro, data, accumulated, filling, whole = (int(word) for word in row.split()[:6])
-        assert count == found["devices"] and micro * data * accumulated - filling == whole == 8
+        assert count == found.devices and micro * data * accumulated - filling == whole == 8
         assert filling == (1 if count == 3 else 0)
 
 
 def test_changes_stand_before_and_after_on_the_same_cards(cfg, plans, blocks):
-    found = simulation.changes(cfg, plans[0], own={"train.micro_batch": 2}, estimate=ESTIMATE)
-    micro = plans[0]["chosen"]["micro_batch"]
+    best = plans[0].chosen
+    found = simulation.changes(cfg, plans[0].target, best, own={"train.micro_batch": 2}, estimate=ESTIMATE)
+    micro = best.micro_batch
     assert [one.what for one in found] == [
         *(f"batch a GPU 2 -> {micro}", "latents 5 -> 10", "steps 600 -> 1200 (epochs)"),
     ]
     batch, latents, steps = found
-    assert (batch.before["micro_batch"], batch.after["micro_batch"]) == (2, micro)
-    assert batch.before["peak_bytes"] < batch.after["peak_bytes"] == latents.before["peak_bytes"]
-    assert latents.after["flops"] > latents.before["flops"]
-    assert steps.after["hours"] == pytest.approx(2 * steps.before["hours"])
-    assert {one.after["strategy"] for one in found} == {plans[0]["chosen"]["strategy"]}
+    assert (batch.before.micro_batch, batch.after.micro_batch) == (2, micro)
+    assert batch.before.peak_bytes < batch.after.peak_bytes == latents.before.peak_bytes
+    assert latents.after.flops > latents.before.flops
+    assert steps.after.hours == pytest.approx(2 * steps.before.hours)
+    assert {one.after.strategy for one in found} == {best.strategy}
     assert "(2.00 x)" in next(row for row in blocks[3] if "epochs" in row)
 
 
@@ -87,4 +88,4 @@ def test_epoch_is_what_is_on_this_machine(cfg, tmp_path):
 
 
 def test_where_nothing_fits_there_are_no_tables(cfg, plans):
-    assert simulation.text(cfg, [plans[0] | {"chosen": None}], own={}, estimate=ESTIMATE) == ""
+    assert simulation.text(cfg, [dataclasses.replace(plans[0], chosen=None)], own={}, estimate=ESTIMATE) == ""

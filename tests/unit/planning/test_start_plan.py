@@ -5,9 +5,9 @@ import json
 import pytest
 
 from configs import pair_8b
-from lw_jax.core import config
+from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
-from lw_jax.planning import start_plan, start_tables
+from lw_jax.planning import plan_tables, start_plan
 from tests import tiny
 
 CACHE = {"encoder__kind": "cache", "encoder__ratio": 4, "encoder__width": 200, "encoder__texts": 24, "train__steps": 0}
@@ -24,7 +24,7 @@ def test_two_readers_of_8b_start_on_one_card_of_80_gb(large):
     assert best is not None and (best.strategy, best.mesh) == ("single", "1x1")
     llama, qwen = best.readers["llama"], best.readers["qwen"]
     assert llama.weights_bytes == pytest.approx(16.06e9, rel=0.01)  # 8.03 billion in bf16
-    assert llama.code_bytes == pytest.approx(2048 * 2 * 32 * 8 * 128 * 4, rel=0.01)
+    assert llama.code_bytes == pytest.approx(pair_8b.get_config().encoder.width * 2 * 32 * 8 * 128 * 4, rel=0.01)
     assert llama.text_bytes == 1000 * 2 * 32 * 8 * 128 * 2 and llama.message_bytes == llama.text_bytes // 4
     assert llama.weights_bytes + qwen.weights_bytes < best.peak_bytes < large.limit_bytes
     assert large.hours is not None and 0 < large.hours < 0.5
@@ -39,16 +39,19 @@ def test_reading_costs_two_flops_a_weight_and_token(large):
 
 
 def test_report_and_flags_say_what_is_chosen(large):
-    told = start_tables.report(large)
+    told = plan_tables.report(large)
     assert "chosen: single 1x1" in told and "--config.mesh.placement=single" in told and "ARITHMETIC ESTIMATE" in told
     assert "a text of 1,000 tokens: read in" in told
+    values = pair_8b.get_config()
+    values.update_from_flattened_dict(large.chosen.overrides())
+    validation.validate(config.build(values))
 
 
 def test_what_does_not_fit_takes_more_devices_or_says_so():
     small = config.build(pair_8b.get_config())
     found = start_plan.of_target(small, "a100_40x1", estimate=True)
     assert found.chosen is None and "of" in found.candidates[-1].obstacle and found.hours is None
-    assert "nothing fits" in start_tables.report(found)
+    assert "nothing fits" in plan_tables.report(found)
     several = start_plan.of_target(small, "a100_40x8", estimate=True)
     assert several.chosen is not None and several.chosen.strategy == "tensor" and several.chosen.model > 1
 
@@ -65,7 +68,7 @@ def test_the_cpu_is_planned_by_compiling_and_as_json(root, capsys):
 
 def test_a_job_is_written_and_what_needs_steps_is_refused(tmp_path, monkeypatch, large, capsys):
     cfg = config.build(pair_8b.get_config())
-    monkeypatch.setattr(start_plan, "of_target", lambda *_: large)
+    monkeypatch.setattr(start_plan, "of_target", lambda *_, **__: large)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
     monkeypatch.delenv("LW_JAX_SITE", raising=False)
     tiny.call("slurm", cfg, tmp_path, spec="configs/pair_8b.py", target="h100x1")

@@ -1,5 +1,6 @@
 """lw_jax/slurm/cluster_profile.py: the site profile, and what its longest job means for a run."""
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from configs import base
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
+from lw_jax.planning.plans import StepPlan
 from lw_jax.slurm import cluster_profile
 
 SITE = cluster_profile.Site(
@@ -121,41 +123,28 @@ def test_profile_is_looked_for_in_order(tmp_path: Path, monkeypatch) -> None:
 # --- the longest job ---
 
 
+PLAN = StepPlan(target="h100x4", devices=4, per_host=4, compiled=True, hours=1600 * 7 / 3600, chosen=None)
+
+
 @pytest.mark.parametrize(
-    ("max_hours", "every", "void", "told"),
+    ("max_hours", "train", "plan", "severity", "told"),
     [
-        ("inf", 300, None, ""),
-        ("5", 300, None, ""),
-        ("2", 300, False, "more than max_hours 2: it requeues itself 2 times or so, with a checkpoint every 35.0 min"),
-        ("2", 1000, True, "checkpoint_every to 874 at most"),
+        ("inf", {}, {}, "", ""),
+        ("5", {}, {}, "", ""),
+        ("2", {}, {"hours": None}, "", ""),
+        ("2", {}, {}, "warning", "max_hours 2: it requeues itself 2 times or so, with a checkpoint every 35.0 min"),
+        ("2", {"checkpoint_every": 1000}, {}, "error", "checkpoint_every to 874 at most"),
+        ("2", {"checkpoint_every": 1000, "eval_every": 20}, {}, "warning", "with a checkpoint every 2.3 min"),
+        ("5", {}, {"validation_hours": 0.8}, "warning", "requeues itself"),
     ],
 )
-def test_plan_tells_what_the_longest_job_means_for_the_run(tmp_path, monkeypatch, max_hours, every, void, told) -> None:
+def test_plan_tells_what_the_longest_job_means_for_the_run(
+    tmp_path, monkeypatch, max_hours, train, plan, severity, told
+) -> None:
     (tmp_path / "site.toml").write_text(f"max_hours = {max_hours}", encoding="utf-8")
     monkeypatch.setenv("LW_JAX_SITE", str(tmp_path / "site.toml"))
     values = base.get_config()
-    values.train.checkpoint_every, values.train.steps = every, 1600
-    found = cluster_profile.inspect({"hours": 3.2, "chosen": {"step_seconds": 7.0}}, config.build(values).train)
-    assert [finding.severity == "error" for finding in found] == ([] if void is None else [void])
+    values.train.update(**{"steps": 1600, "checkpoint_every": 300} | train)
+    found = cluster_profile.inspect(dataclasses.replace(PLAN, **plan), config.build(values).train)
+    assert [finding.severity for finding in found] == ([severity] if severity else [])
     assert not found or (told in found[0].text and str(tmp_path / "site.toml") in found[0].text)
-
-
-def test_a_run_that_saves_what_it_validates_fits_a_short_job(tmp_path, monkeypatch) -> None:
-    (tmp_path / "site.toml").write_text("max_hours = 2", encoding="utf-8")
-    monkeypatch.setenv("LW_JAX_SITE", str(tmp_path / "site.toml"))
-    values = base.get_config()
-    values.train.update(steps=1600, checkpoint_every=1000, eval_every=20)
-    (found,) = cluster_profile.inspect({"hours": 3.2, "chosen": {"step_seconds": 7.0}}, config.build(values).train)
-    assert found.severity == "warning" and "with a checkpoint every 2.3 min" in found.text
-
-
-def test_plan_counts_validations_as_the_job_does(tmp_path, monkeypatch) -> None:
-    (tmp_path / "site.toml").write_text("max_hours = 5", encoding="utf-8")
-    monkeypatch.setenv("LW_JAX_SITE", str(tmp_path / "site.toml"))
-    plan, train = {"hours": 3.2, "chosen": {"step_seconds": 7.0}}, config.build(base.get_config()).train
-    assert cluster_profile.inspect(plan | {"validation_hours": None}, train) == []
-    assert "requeues itself" in cluster_profile.inspect(plan | {"validation_hours": 0.8}, train)[0].text
-
-
-def test_plan_in_which_nothing_fits_has_no_time_to_judge() -> None:
-    assert cluster_profile.inspect({"hours": None, "chosen": None}, config.build(base.get_config()).train) == []

@@ -6,13 +6,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from configs import base
 from lw_jax.core import command_line, config, config_file, validation
 from lw_jax.core.errors import UserError
+from lw_jax.planning import plans
+from lw_jax.planning.plans import StepCandidate, StepPlan
 from lw_jax.slurm.cluster_profile import Site
 from lw_jax.slurm.job import MEMORY_FRACTION, Job, Request, limit, make_job
+from sharding import placement as placements
 from tests.unit.slurm.test_cluster_profile import SITE
 
 JOB = Job(
@@ -29,18 +33,17 @@ JOB = Job(
     memory_fraction=0.92,
     origin="plan h100x4 (compiled): tensor 2x2",
 )
-CHOSEN = {"strategy": "tensor", "mesh": "2x2", "micro_batch": 8, "accumulation": 3, "remat": "none", "devices_used": 4}
-PLAN = {
-    "target": "h100x4",
-    "devices": 4,
-    "per_host": 4,
-    "hosts": 1,
-    "compiled": True,
-    "hours": 3.2,
-    "host_memory_bytes": 20 * 2**30,
-    "chosen": CHOSEN | {"step_seconds": 7.0, "samples_per_second": 12.5, "peak_bytes": 2**30},
-    "remedies": [],
-}
+CHOSEN = StepCandidate(
+    **{"strategy": "tensor", "mesh": "2x2", "data": 2, "model": 2, "devices_used": 4, "peak_bytes": 2**30},
+    **{"remat": "none", "micro_batch": 8, "accumulation": 3, "step_seconds": 7.0, "samples_per_second": 12.5},
+)
+PLAN = StepPlan(
+    target="h100x4", devices=4, per_host=4, compiled=True, hours=3.2, host_memory_bytes=20 * 2**30, chosen=CHOSEN
+)
+
+
+def planned(chosen: StepCandidate | None = CHOSEN, **values: Any) -> StepPlan:
+    return dataclasses.replace(PLAN, chosen=chosen, **values)
 
 
 def change(**values: Any) -> Job:
@@ -53,13 +56,12 @@ def request(**values: Any) -> Request:
     )
 
 
-def resolve(**changes: Any) -> tuple[config.Config, dict[str, Any]]:
+def resolve(**changes: Any) -> config.Config:
     values = base.get_config()
     values.llms.llama = base.llm("HuggingFaceTB/SmolLM2-135M")
     values.encoder.source = "HuggingFaceTB/SmolLM2-135M"
     values.update_from_flattened_dict(changes)
-    cfg = config.build(values)
-    return cfg, config.to_dict(cfg)
+    return config.build(values)
 
 
 @pytest.mark.parametrize(
@@ -100,13 +102,13 @@ def test_site_whose_longest_job_leaves_no_time_to_train_is_refused() -> None:
         limit(change(step_seconds=500.0), Site(max_hours=0.5))
 
 
-def make(plan: dict[str, Any] = PLAN, site: Site = SITE, **values: Any) -> Job:
-    return make_job(plan, resolved=resolve()[1], workdir=Path("/runs/mine"), request=request(**values), site=site)
+def make(plan: StepPlan = PLAN, site: Site = SITE, workdir: str = "/runs/mine", **values: Any) -> Job:
+    return make_job(plan, resolve(), workdir=Path(workdir), request=request(**values), site=site)
 
 
 def test_job_runs_what_was_planned() -> None:
     job = make()
-    train = resolve()[0].train
+    train = resolve().train
     pace = 3.2 * 3600 / train.steps
     assert job == dataclasses.replace(
         JOB,
@@ -124,24 +126,21 @@ def test_job_runs_what_was_planned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "mesh", "axes"),
+    ("strategy", "count", "model"),
     [
-        ("replicate", "3x1", {"mesh.data": 3}),
-        ("fsdp", "3x1", {"mesh.data": 3}),
-        ("tensor", "3x2", {"mesh.data": 3, "mesh.model": 2}),
-        ("single", "1x1", {}),
-        ("split", "llama 2x1, qwen 2x1", {}),
-        ("hybrid3", "llama 1x2, qwen 1x1", {}),
-        ("hybrid4", "llama 1x2, qwen 1x2", {}),
+        *(("replicate", 3, 1), ("fsdp", 3, 1), ("tensor", 6, 2), ("single", 1, 1)),
+        *(("split", 4, 1), ("hybrid3", 3, 1), ("hybrid4", 4, 1)),
     ],
 )
-def test_a_job_of_every_strategy_is_accepted_whatever_its_file_sets(strategy, mesh, axes) -> None:
-    words = make(PLAN | {"chosen": {**PLAN["chosen"], "strategy": strategy, "mesh": mesh}}).command
+def test_a_job_of_every_strategy_is_accepted_whatever_its_file_sets(strategy, count, model) -> None:
+    readers = {"llama": 3, "qwen": 2}
+    placed = placements.place(strategy, readers, model=model, devices=jax.devices()[:count])
+    words = make(planned(dataclasses.replace(CHOSEN, strategy=strategy, **plans.layout(placed)))).command
     found = command_line.take_assignments(words)[0]
     del found["seed"]
+    data = 3 if strategy in ("replicate", "fsdp", "tensor") else -1
     assert found == {
-        **{"mesh.placement": strategy, "mesh.data": "-1", "mesh.model": "1"},
-        **{path: str(size) for path, size in axes.items()},
+        **{"mesh.placement": strategy, "mesh.data": str(data), "mesh.model": str(model)},
         **{"train.micro_batch": "8", "compute.remat": "none"},
     }
     values = base.get_config()
@@ -164,34 +163,29 @@ def test_job_keeps_its_own_interpreter_unless_the_site_activates_one() -> None:
 
 
 def test_name_of_the_job_holds_no_letter_that_sbatch_reads() -> None:
-    job = make_job(PLAN, resolved=resolve()[1], workdir=Path('/runs/my run "é#'), request=request(), site=Site())
-    assert job.name == "my-run-"
+    assert make(workdir='/runs/my run "é#').name == "my-run-"
 
 
-def test_memory_fraction_covers_the_utilisation_that_was_planned_for() -> None:
-    resolved = resolve()[1]
-    resolved["mesh"]["target_utilisation"] = 0.95
-    job = make_job(PLAN, resolved=resolved, workdir=Path("/runs/mine"), request=request(), site=SITE)
-    assert job.memory_fraction == 0.95
-    resolved["mesh"]["target_utilisation"] = 0.8
-    job = make_job(PLAN, resolved=resolved, workdir=Path("/runs/mine"), request=request(), site=SITE)
-    assert job.memory_fraction == MEMORY_FRACTION
+@pytest.mark.parametrize(("utilisation", "fraction"), [(0.95, 0.95), (0.8, MEMORY_FRACTION)])
+def test_memory_fraction_covers_the_utilisation_that_was_planned_for(utilisation, fraction) -> None:
+    cfg = resolve(**{"mesh.target_utilisation": utilisation})
+    assert make_job(PLAN, cfg, workdir=Path("/runs/mine"), request=request(), site=SITE).memory_fraction == fraction
 
 
 def test_hours_of_the_user_replace_the_predicted_and_give_the_pace() -> None:
-    assert make(hours=11.0).step_seconds == 11.0 * 3600 / resolve()[0].train.steps
+    assert make(hours=11.0).step_seconds == 11.0 * 3600 / resolve().train.steps
     assert make(hours=11.0).basis == "given by --hours"
     assert make(hours=11.0).hours == 11.0
-    assert make(PLAN | {"hours": math.nan}, hours=11.0).hours == 11.0
+    assert make(planned(hours=math.nan), hours=11.0).hours == 11.0
 
 
 def test_validations_are_in_the_hours_and_not_in_the_pace_of_steps() -> None:
-    job = make(PLAN | {"validation_hours": 0.8})
+    job = make(planned(validation_hours=0.8))
     assert job.hours == pytest.approx(4.0) and job.basis == "predicted, validations included"
     assert job.step_seconds == make().step_seconds
-    assert make(PLAN | {"validation_hours": 0.8}, hours=11.0).hours == 11.0
-    assert make(PLAN | {"validation_hours": None}).basis == "predicted"
-    uncounted = PLAN | {"caching_key": "dpo.reference"}
+    assert make(planned(validation_hours=0.8), hours=11.0).hours == 11.0
+    assert make().basis == "predicted"
+    uncounted = planned(caching_key="dpo.reference")
     assert make(uncounted).basis == "predicted, without filling the cache of dpo.reference"
     assert make(uncounted, hours=11.0).basis == "given by --hours"
 
@@ -199,18 +193,18 @@ def test_validations_are_in_the_hours_and_not_in_the_pace_of_steps() -> None:
 @pytest.mark.parametrize("hours", [math.nan, math.inf, 0.0, -1.0])
 def test_unusable_hours_are_refused(hours: float) -> None:
     with pytest.raises(UserError, match="hours = .*--hours"):
-        make(PLAN | {"hours": hours})
+        make(planned(hours=hours))
     with pytest.raises(UserError, match="--hours = "):
         make(hours=hours)
 
 
 def test_plan_in_which_nothing_fits_is_refused_with_advice() -> None:
     with pytest.raises(UserError, match=r"h100x4: .*run\.py plan"):
-        make(PLAN | {"chosen": None})
+        make(planned(None))
 
 
 def test_plan_without_a_time_needs_hours_and_says_why() -> None:
-    plan = PLAN | {"hours": None, "untimed": "not understood"}
+    plan = planned(hours=None, untimed="not understood")
     with pytest.raises(UserError, match=r"not understood.*--hours"):
         make(plan)
     assert make(plan, hours=3.0).hours == 3.0

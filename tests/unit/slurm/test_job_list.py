@@ -16,7 +16,7 @@ from lw_jax.core.runtime import REQUEUE
 from lw_jax.planning import planner
 from lw_jax.slurm import job_list, job_script
 from lw_jax.slurm.cluster_profile import Site
-from lw_jax.slurm.job import Job
+from tests.unit.slurm.test_job import change, planned
 
 ROOT = Path(__file__).resolve().parents[3]
 SITE = Site(partition="gpu", modules=("cuda/12.4",), cpus_per_gpu=3)
@@ -25,20 +25,15 @@ NAMES = ("small one", "middle", "large")
 
 def make_jobs(tmp_path, **changes):
     return [
-        Job(
+        change(
             name=name,
             command=("train", name, "--config.x='quoted $HOME'"),
             folder=tmp_path,
             logs=tmp_path / "logs",
-            gpus=1,
             host_memory_bytes=(8 + number) * 2**30,
             hours=0.5 * (number + 1),
-            step_seconds=3.0 + number,
-            checkpoint_seconds=300.0,
-            memory_fraction=0.92,
-            origin=f"plan a100_80x1 of {name}",
             basis="predicted, validations included",
-            **{"nodes": 1} | changes,
+            **{"gpus": 1} | changes,
         )
         for number, name in enumerate(NAMES)
     ]
@@ -174,18 +169,7 @@ def test_configurations_that_would_share_a_folder_are_refused(tmp_path):
 @pytest.mark.parametrize("kind", job_list.KINDS)
 def test_one_command_writes_the_job_of_all_models(tmp_path, monkeypatch, capsys, kind):
     monkeypatch.chdir(tmp_path)
-    chosen = {"strategy": "single", "mesh": "1x1", "micro_batch": 16, "accumulation": 1, "remat": "full"}
-    chosen |= {"devices_used": 1, "step_seconds": 4.0, "peak_bytes": 44.0e9}
-    plan = {
-        "target": "a100_80x1",
-        "hosts": 1,
-        "per_host": 1,
-        "compiled": True,
-        "devices": 1,
-        "hours": 0.3,
-        "chosen": chosen,
-    }
-    monkeypatch.setattr(planner, "make", lambda cfg, target: plan | {"host_memory_bytes": 9 << 30, "target": target})
+    monkeypatch.setattr(planner, "make", lambda _, target, **__: planned(target=target, hours=0.3))
     words = ["slurm", "--config", "configs/dpo/all.list", "--target", "a100_80x1", "--jobs", kind]
     assert run.main([*words, "--config.data.train=mine.jsonl"]) == 0
     text = (tmp_path / "runs/all" / f"{kind}.sbatch").read_text()

@@ -128,13 +128,5 @@ def test_log_path_that_slurm_would_misread_is_refused(logs: str) -> None:
         job_script.script(change(logs=Path(logs)), SITE)
 
 
-def test_script_says_how_often_it_requeues_itself() -> None:
-    told = (
-        "# 3.20 h predicted, x 1.3 + 0.25 h to start = 4.41 h, more than max_hours 2: it requeues itself 2 times or so,"
-    )
-    assert f"{told} with a checkpoint every 11.7 min.\n" in job_script.script(JOB, Site(max_hours=2.0))
-    assert "it requeues itself" not in job_script.script(JOB, SITE)
-
-
 def test_days_are_written_as_slurm_reads_them() -> None:
     assert directives(job_script.script(change(hours=40.0), Site()))["time"] == "2-04:15:00"

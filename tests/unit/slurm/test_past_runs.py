@@ -1,5 +1,6 @@
 """lw_jax/slurm/past_runs.py: what an earlier run's folder tells of the time and memory of a job."""
 
+import dataclasses
 import json
 import statistics
 from collections.abc import Callable
@@ -9,34 +10,34 @@ from typing import Any
 import pytest
 
 import run
-from configs import base
 from lw_jax.commands import slurm
-from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.planning import planner
 from lw_jax.slurm import past_runs, size_comparison
 from lw_jax.training import hardware_record, run_folder
 from tests import tiny
+from tests.unit.slurm import test_job
 
 KIND = "NVIDIA H100 80GB HBM3"
 HARDWARE = {"kind": KIND, "card": "h100", "devices": 3, "hosts": 1, "strategy": "fsdp", "remat": "full"}
-CHOSEN = {"strategy": "fsdp", "mesh": "3x1", "micro_batch": 5, "accumulation": 2, "remat": "full", "devices_used": 3}
-PLAN = {
-    **{"target": "h100x3", "devices": 3, "per_host": 3, "hosts": 1, "compiled": True, "hours": 9.0},
-    **{"host_memory_bytes": 20 << 30, "chosen": CHOSEN | {"step_seconds": 7.0, "peak_bytes": 44.2e9}},
-}
+CHOSEN = dataclasses.replace(
+    test_job.CHOSEN,
+    strategy="fsdp",
+    mesh="3x1",
+    data=3,
+    model=1,
+    devices_used=3,
+    remat="full",
+    peak_bytes=44_200_000_000,
+)
+PLAN = test_job.planned(CHOSEN, target="h100x3", devices=3, per_host=3, hours=9.0)
 LAPS = (2.0, 11.0, 3.0, 5.0, 4.0)  # median 4
 STEPS = 1700
 
 
 def resolve(**changes: Any) -> Config:
-    values = base.get_config()
-    values.llms.llama = base.llm("HuggingFaceTB/SmolLM2-135M")
-    values.encoder.source = "HuggingFaceTB/SmolLM2-135M"
-    values.train.steps = STEPS
-    values.update_from_flattened_dict(changes)
-    return config.build(values)
+    return test_job.resolve(**{"train.steps": STEPS} | changes)
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def write(folder: Path, cfg: Config, *, hardware: dict[str, Any] = HARDWARE, lap
 
 def test_time_is_the_median_of_the_laps_and_memory_the_most_of_any_device(folder) -> None:
     found = past_runs.read(folder, resolve(), PLAN)
-    assert (found.step_seconds, found.laps, found.peak_bytes) == (statistics.median(LAPS), 5, 41.2e9)
+    assert (found.step_seconds, found.peak_bytes) == (statistics.median(LAPS), 41.2e9)
     assert found.describe() == f"measured in {folder} on 3 x {KIND}: 4 s/step"
     assert found.describe_memory(44.2e9) == "memory of a card: 41.2 GB measured at most, 44.2 GB planned"
     assert found.describe_differences() == []  # of a shorter run
@@ -69,7 +70,7 @@ def test_time_is_the_median_of_the_laps_and_memory_the_most_of_any_device(folder
 def test_what_was_logged_before_the_run_moved_to_these_devices_does_not_count(tmp_path) -> None:
     moved = write(tmp_path / "moved", resolve(), since_step=30, since_time=100.5)
     found = past_runs.read(moved, resolve(), PLAN)
-    assert (found.step_seconds, found.laps, found.peak_bytes) == (4.5, 2, 41.2e9)
+    assert (found.step_seconds, found.peak_bytes) == (4.5, 41.2e9)
 
 
 def test_laps_that_are_no_numbers_are_left_out(tmp_path) -> None:
@@ -147,7 +148,7 @@ def test_what_else_differs_is_told(tmp_path) -> None:
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    monkeypatch.setattr(planner, "make", lambda *_: PLAN)
+    monkeypatch.setattr(planner, "make", lambda *_, **__: PLAN)
     monkeypatch.setattr(size_comparison, "other_sizes", lambda *_: [PLAN])
 
     def write_job(folder: Path, workdir: Path, **flags: Any) -> str:
@@ -178,8 +179,9 @@ def test_two_sources_of_time_are_refused(call, folder, tmp_path) -> None:
 
 def test_every_job_of_a_list_takes_its_own_record(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    plan = PLAN | {"target": "a100_80x1", "devices": 1, "per_host": 1, "chosen": PLAN["chosen"] | {"devices_used": 1}}
-    monkeypatch.setattr(planner, "make", lambda cfg, target: plan)
+    chosen = dataclasses.replace(CHOSEN, devices_used=1)
+    plan = dataclasses.replace(PLAN, target="a100_80x1", devices=1, per_host=1, chosen=chosen)
+    monkeypatch.setattr(planner, "make", lambda *_, **__: plan)
     one = HARDWARE | {"card": "a100_80", "devices": 1}
     asked = {}
     monkeypatch.setattr(slurm, "run", lambda _, *tasks: asked.update({task.workdir.name: task.cfg for task in tasks}))
@@ -187,7 +189,7 @@ def test_every_job_of_a_list_takes_its_own_record(tmp_path, monkeypatch, capsys)
     assert run.main(words) == 0
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(planner, "make", lambda cfg, target: plan)
+    monkeypatch.setattr(planner, "make", lambda *_, **__: plan)
     for number, (name, cfg) in enumerate(asked.items()):
         write(tmp_path / "before" / name, cfg, hardware=one, laps=(3.0 + number,))
     assert run.main(words) == 0

@@ -1,15 +1,15 @@
 """lw_jax/slurm/size_comparison.py: prices of other numbers of the same GPU."""
 
 from pathlib import Path
-from typing import Any
 
 from lw_jax.planning import plan_cache
+from lw_jax.planning.plans import StepPlan
 from lw_jax.slurm import size_comparison
-from tests.unit.slurm.test_job import PLAN, resolve
+from tests.unit.slurm.test_job import CHOSEN, PLAN, planned, resolve
 
 
-def sized(count: int, hours: float, *, compiled: bool = True) -> dict[str, Any]:
-    return PLAN | {"target": f"h100x{count}", "devices": count, "hours": hours, "compiled": compiled}
+def sized(count: int, hours: float, *, compiled: bool = True) -> StepPlan:
+    return planned(target=f"h100x{count}", devices=count, hours=hours, compiled=compiled)
 
 
 def test_compiled_and_estimated_hours_never_share_a_column() -> None:
@@ -36,16 +36,16 @@ def test_hours_of_the_user_scale_every_size_alike() -> None:
 
 def test_other_sizes_are_the_plans_that_are_kept_else_all_are_estimated(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
-    cfg, _ = resolve()
+    cfg = resolve()
     found = size_comparison.other_sizes(cfg, PLAN)
-    assert [(one["target"], one["compiled"]) for one in found] == [(f"h100x{n}", False) for n in (1, 2, 4)]
-    hours = cfg.train.steps * PLAN["chosen"]["step_seconds"] / 3600
+    assert [(one.target, one.compiled) for one in found] == [(f"h100x{n}", False) for n in (1, 2, 4)]
+    hours = cfg.train.steps * CHOSEN.step_seconds / 3600
     for count in (1, 2):
-        plan_cache.write(plan_cache.path(cfg, f"h100x{count}"), sized(count, 0.0) | {"candidates": []})
+        plan_cache.write(plan_cache.path(cfg, f"h100x{count}"), sized(count, 0.0))
     found = size_comparison.other_sizes(cfg, PLAN)
-    assert [(one["target"], one["compiled"], one["hours"]) for one in found] == [
+    assert [(one.target, one.compiled, one.hours) for one in found] == [
         ("h100x1", True, hours),
         ("h100x2", True, hours),
     ]
-    found = size_comparison.other_sizes(cfg, PLAN | {"compiled": False})
-    assert [one["compiled"] for one in found] == [False, False], "an estimated job is compared with estimates alone"
+    found = size_comparison.other_sizes(cfg, planned(compiled=False))
+    assert [one.compiled for one in found] == [False, False], "an estimated job is compared with estimates alone"

@@ -62,7 +62,7 @@ def test_a_batch_that_does_not_fit_is_told_with_the_one_that_does(root):
     found = evaluation_memory.of(one, MemoryLimit(three, 1.0))
     wanted = (48, twelve, False, 12, False)
     assert dataclasses.astuple(found)[:5] == wanted, "halved as a run does: 48, 24, 12 on four devices"
-    assert "--config.eval.batch=12 would" in found.describe(MemoryLimit(three, 1.0), "validation")
+    assert found.description.startswith("validation at") and "--config.eval.batch=12 would" in found.description
     assert evaluation_memory.of(one, MemoryLimit(twelve, 1.0)).fits
     nothing = evaluation_memory.of(one, MemoryLimit(1000, 1.0))
     assert (nothing.fits, nothing.largest, nothing.smallest_bytes > 1000) == (False, 0, True)
@@ -77,7 +77,7 @@ def test_a_plan_and_a_run_say_so(root):
     mesh = dataclasses.replace(cfg.mesh, memory_gb=limit / 1e9 + 1e-6, target_utilisation=1.0)
     cfg = dataclasses.replace(cfg, mesh=mesh)
     found = planner.make(cfg, "h100x1", estimate=True)
-    assert found["validation"]["largest"] == 1024 and "--config.eval.batch=1024" in plan_tables.report(found)
+    assert found.validation.largest == 1024 and "--config.eval.batch=1024" in plan_tables.report(found)
     recipe = recipes.make(cfg, program.placement)
     run = trainer.Run(cfg, recipe, cast(Checkpointer, object()), None)
     run._choose_micro_batch(recipe.data_schedule())
@@ -128,12 +128,12 @@ def test_a_limit_that_only_evaluation_breaks_refuses_the_candidate(root):
         return planner.make(dataclasses.replace(cfg, mesh=mesh), "h100x1", estimate=True)
 
     refused = planned(long, needed - 1)
-    (row,) = refused["candidates"]
-    assert row["peak_bytes"] < needed, "the step fits"
-    assert (refused["chosen"], row["fits"]) == (None, False) and "generation" in row["obstacle"]
+    (row,) = refused.candidates
+    assert row.peak_bytes < needed, "the step fits"
+    assert (refused.chosen, row.fits) == (None, False) and "generation" in row.obstacle
     taken = planned(long, needed + 1)
-    assert taken["chosen"] and taken["generation"]["fits"] and not taken["generation"]["compiled"]
+    assert taken.chosen and taken.generation.fits and not taken.generation.compiled
     many = dataclasses.replace(long, eval=dataclasses.replace(long.eval, batch=64))
     fewer = planned(many, peak(generation(make_program(many)), 64) - 1)
-    assert fewer["chosen"] and not fewer["generation"]["fits"] and 1 <= fewer["generation"]["largest"] < 64
-    assert f"--config.eval.batch={fewer['generation']['largest']}" in plan_tables.report(fewer)
+    assert fewer.chosen and not fewer.generation.fits and 1 <= fewer.generation.largest < 64
+    assert f"--config.eval.batch={fewer.generation.largest}" in plan_tables.report(fewer)
