@@ -1,6 +1,7 @@
 """Latents as a message: sizes to the byte, errors to the Gaussian figures, and every refusal by name."""
 
 import math
+import re
 import struct
 import zlib
 

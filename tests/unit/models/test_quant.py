@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from lw_jax.core.errors import UserError
 from lw_jax.hub import weights
 from lw_jax.models import decoder, quant
 from sharding import mesh as meshes
