@@ -95,8 +95,8 @@ def outline(root, kind, dtype):
 
 
 @pytest.mark.parametrize("kind", ["lm", "ttt"])
-def test_every_product_of_a_step_has_narrow_factors_and_wide_sums(tmp_path, kind):
-    recipe = outline(tmp_path, kind, "bf16")
+def test_every_product_of_a_step_has_narrow_factors_and_wide_sums(root, kind):
+    recipe = outline(root, kind, "bf16")
     program = StepSpec(recipe.cfg, recipe)
     text = "".join(part.lowered.as_text() for part in program.lower(recipe.batch_widths(), 1).values())
     dots = re.findall(r"dot_general .*: \(tensor<([^>]*)>, tensor<([^>]*)>\) -> tensor<([^>]*)>", text)
@@ -108,10 +108,10 @@ def test_every_product_of_a_step_has_narrow_factors_and_wide_sums(tmp_path, kind
     assert not wide, wide
 
 
-def test_frozen_stacks_are_bits_and_a_tied_head_is_stored_for_its_products(tmp_path):
-    recipe = tiny.make_recipe(tmp_path, only="llama", compute__dtype="bf16")
+def test_frozen_stacks_are_bits_and_a_tied_head_is_stored_for_its_products(root):
+    recipe = tiny.make_recipe(root, only="llama", compute__dtype="bf16")
     frozen = recipe.load_frozen()["llama"]
-    exact = tiny.make_recipe(tmp_path, only="llama", compute__dtype="fp32").load_frozen()["llama"]
+    exact = tiny.make_recipe(root, only="llama", compute__dtype="fp32").load_frozen()["llama"]
     assert (frozen["layers"]["q"].dtype, frozen["embed"].dtype) == (jnp.uint16, jnp.float32)
     np.testing.assert_array_equal(
         products.from_bits(frozen["layers"]["up"]), exact["layers"]["up"].astype(jnp.bfloat16)
@@ -141,8 +141,8 @@ def test_auto_is_bf16_where_the_processor_has_products_for_it(monkeypatch, flags
     assert precision.of_reader("bf16", "fp32", "cpu") == BF16
 
 
-def test_a_gpu_multiplies_readers_as_they_are_stored(tmp_path):
-    recipe = tiny.make_recipe(tmp_path, only="llama", compute__dtype="bf16")
+def test_a_gpu_multiplies_readers_as_they_are_stored(root):
+    recipe = tiny.make_recipe(root, only="llama", compute__dtype="bf16")
     absent = placement.Placement("single", recipe.placement.learner, recipe.placement.readers, stands_for="gpu")
     shapes = recipes.make(recipe.cfg, absent, outline=False).abstract().frozen["llama"]
     assert {leaf.dtype.name for leaf in jax.tree.leaves(shapes)} == {"float32"}
