@@ -69,16 +69,6 @@ def test_passages_have_the_encoder_s_ratio_and_questions_one_that_is_drawn(recip
     np.testing.assert_array_equal(half["source"]["channel"], batches[9]["source"]["channel"][4:])
 
 
-def test_validation_takes_the_encoder_s_ratio_and_another_text_its_own_slots(recipe):
-    found = recipe.validation()
-    assert [prefix for prefix, _ in found] == [""] * 3 + ["shuffled/"] * 3
-    for _, encoded in found:
-        batch = encoded.collate(range(8))
-        np.testing.assert_array_equal(batch["source"]["channel"][:, 0], needed(lengths(batch), RATIO))
-    own, others = (encoded.collate(range(8))["source"]["channel"][:, 0] for _, encoded in (found[0], found[3]))
-    assert not np.array_equal(own, others)
-
-
 class Recorder(WireFunctions):
     """Records every prompt's latents and channel."""
 
