@@ -1,8 +1,8 @@
 """The campaign: `make chaos MINUTES=10 SEED=0`, or a part of it by hand.
 
 python -m tests.chaos --minutes 10 --seed 0
-python -m tests.chaos --parts inputs --only gguf,message --count 1000
-python -m tests.chaos --replay chaos-failures/gguf-drawn-12
+python -m tests.chaos --parts inputs --only wire,message --count 1000
+python -m tests.chaos --replay chaos-failures/wire-drawn-12
 """
 
 import argparse
@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-PARTS = {"inputs": 0.5, "disk": 0.0, "processes": 0.0, "kills": 0.0}  # share of the time; kills take what is left
+PARTS = {"inputs": 0.5, "disk": 0.0, "kills": 0.0}  # share of the time; kills take what is left
 KILLS, INPUTS = 100, 7000  # some 5,000 are left of the inputs where those with the same bytes are one
 RATE = 10.0  # inputs a second that are drawn and that two processes read: no more are drawn than there is time for
 RESERVE = 30.0  # seconds left for what was begun to end
@@ -62,7 +62,7 @@ def _campaign(args: argparse.Namespace) -> int:
     if "inputs" in parts:
         share = PARTS["inputs"] if "kills" in parts else 1.0
         failed += _inputs(args, seconds=share * (until - time.monotonic()))
-    for part in ("disk", "processes", "kills"):
+    for part in ("disk", "kills"):
         if part in parts:
             folder = (args.failures / part).absolute()
             shutil.rmtree(folder, ignore_errors=True)
@@ -74,12 +74,10 @@ def _campaign(args: argparse.Namespace) -> int:
 
 
 def _part(part: str, args: argparse.Namespace, folder: Path, *, seconds: float) -> int:
-    from tests.chaos import disk, kills, processes
+    from tests.chaos import disk, kills
 
     if part == "disk":
         return _tell(disk.run(folder))
-    if part == "processes":
-        return _tell(processes.run(folder, seconds=seconds / 2))
     began = time.monotonic()
     tally = kills.run(seed=args.seed, goal=args.kills, seconds=seconds, folder=folder)
     print(
