@@ -395,7 +395,6 @@ def _judge_restored(restored: Any, folder: Path, changed: bool) -> str:
 
 KINDS = [
     Kind(
-        row="eval.json, metrics of a folder, for `report`",
         name="report",
         write=_write_wire,
         mutate=_mutate_folder,
@@ -404,26 +403,21 @@ KINDS = [
         explicit=_explicit_folder,
     ),
     Kind(
-        row="eval.json, metrics of a folder, for `report`",
         name="report-language",
         write=_write_language,
         mutate=_mutate_folder,
         load=lambda folder: door(["report", "--workdir", str(folder)]),
         judge=_judge_page,
-        weight=0.5,
     ),
     Kind(
-        row="messages",
         name="message",
         write=_write_message,
         mutate=lambda sample: mutations.files(sample, {MESSAGE: [_changed_message(sample[MESSAGE])]}),
         load=_read_message,
         judge=_judge_message,
         explicit=_explicit_messages,
-        weight=0.7,
     ),
     Kind(
-        row="configuration files and flags",
         name="configuration",
         write=_write_config,
         mutate=lambda sample: _changed_config(),
@@ -432,7 +426,6 @@ KINDS = [
         explicit=_explicit_configs,
     ),
     Kind(
-        row="runs of W&B and MLflow that a folder names",
         name="service",
         write=lambda folder: (folder / SERVICE).write_bytes(_RECORD),
         mutate=lambda sample: mutations.files(
@@ -440,10 +433,8 @@ KINDS = [
         ),
         load=lambda folder: sinks.read_record(folder / SERVICE),
         judge=_judge_record,
-        weight=0.3,
     ),
     Kind(
-        row="checkpoints and their record.json",
         name="checkpoint",
         write=_write_checkpoints,
         mutate=_mutate_checkpoints,

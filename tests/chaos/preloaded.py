@@ -6,6 +6,5 @@ import lw_jax.recipes.latentwire
 import lw_jax.recipes.ttt
 import lw_jax.training.checkpoint
 import run
-import tests.chaos.kinds
 
-__all__ = ["lw_jax", "run", "tests"]
+__all__ = ["lw_jax", "run"]

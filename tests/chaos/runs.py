@@ -55,16 +55,16 @@ def write_config(folder: Path) -> Path:
 
 
 @functools.cache
-def context() -> Any:
+def _context() -> Any:
     """Processes are forked from one that has imported the product: a start does not import JAX anew."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload([PRELOADED])
-    return found
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([PRELOADED])
+    return context
 
 
 def start(argv: list[str], log: Path, *, prepare: Callable[[], None] | None = None) -> ForkServerProcess:
     """Starts the one command in a process of its own, after `prepare`; what it prints goes to `log`."""
-    process = context().Process(target=_command, args=(argv, str(log), prepare))
+    process = _context().Process(target=_command, args=(argv, str(log), prepare))
     process.start()
     return process
 
