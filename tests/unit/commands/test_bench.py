@@ -78,19 +78,6 @@ def test_encoding_and_answers_are_timed_for_a_whole_batch(wire):
 
 
 @pytest.mark.slow
-def test_a_text_and_a_message_are_read_to_the_first_token(wire):
-    rows = wire.measure("prefill")
-    assert [row.subject for row in rows] == ["llama", "llama", "qwen", "qwen"]
-    for text, message in zip(rows[::2], rows[1::2], strict=True):
-        fields = wire.recipe.batch_widths()["readers"][text.subject]
-        slots = sum(fields[key]["ids"].size for key in ("before", "after")) + wire.cfg.encoder.slots + 1
-        assert f"1 text in a prompt of {wire.cfg.data.context_tokens} positions" in text.what
-        assert f"1 message in a prompt of {slots} positions, {slots} of them computed" in message.what
-        ratio = text.seconds.median / message.seconds.median
-        assert message.what.endswith(f"; the text takes {ratio:.2f} x as long")
-
-
-@pytest.mark.slow
 def test_loading_and_reading_use_the_configurations_own_files(wire):
     rows = wire.measure("load")
     for row, name in zip(rows, ("llama", "qwen"), strict=True):

@@ -145,12 +145,6 @@ def test_without_a_curve_there_is_no_picture(wire, found, tmp_path):
     assert reported(wire, tmp_path).curve is None
 
 
-def test_an_input_that_was_written_twice_counts_once_among_the_latents(wire, found):
-    measured = found.measured
-    double = dataclasses.replace(measured, indices=[*measured.indices, measured.indices[0]])
-    assert evaluation.different_inputs(double) == [0, 1, 2, 3, 4]
-
-
 def exhaust(least):
     def measure(*_, options, **__):
         if options.batch >= least:

@@ -107,23 +107,6 @@ def test_report_shows_every_candidate_and_the_choice(estimated):
         assert f"--config.{path}={value}" in flags
 
 
-def test_filling_and_devices_without_work_are_told_with_the_batches_that_have_none(root):
-    cfg = make_searched_config(root, train__global_batch=8)
-    found = planner.make(cfg, "h100x3", estimate=True)
-    replicate = next(row for row in found["candidates"] if row["strategy"] == "replicate")
-    assert (replicate["mesh"], replicate["rows"], replicate["micro_batch"]) == ("3x1", 9, 3)
-    assert replicate["samples_per_second"] == pytest.approx(8 / replicate["step_seconds"]), "of examples, not of rows"
-    (line,) = [
-        line for line in plan_tables.report(found | {"chosen": replicate}).splitlines() if line.startswith("padding: ")
-    ]
-    assert "1 of 9 rows" in line and "train.global_batch=6 or 9" in line
-    found = planner.make(cfg, "h100x7", estimate=True)
-    replicate = next(row for row in found["candidates"] if row["strategy"] == "replicate")
-    told = plan_tables.report(found | {"chosen": replicate})
-    assert replicate["mesh"] == "4x1" and "padding: " not in told
-    assert "3 of 7 devices stay idle" in told and "train.global_batch=7 or 14" in told
-
-
 def test_nothing_fits_is_a_plan_that_says_why(root, measure, capsys):
     cfg = make_searched_config(root, mesh__memory_gb=1e-4)
     found = planner.make(cfg, "h100x2", estimate=True)
@@ -169,24 +152,6 @@ def test_simulated_cards_get_what_the_compiled_plans_chose_and_the_error_is_told
     assert chosen == [("single", pytest.approx(45.2, rel=0.15)), ("replicate", pytest.approx(128.5, rel=0.15))]
     assert (found[1]["chosen"]["mesh"], found[1]["chosen"]["devices_used"]) == ("3x1", 3)
     assert all(estimate.ERROR in plan_tables.report(one) for one in found)
-
-
-@pytest.mark.parametrize(
-    ("changes", "code", "said"),
-    [
-        ({"train__steps": 10, "optim__warmup_steps": 1000}, 2, "error: optim.warmup_steps=1000"),
-        ({"mesh__memory_gb": 1e-6}, 3, "nothing fits"),
-    ],
-)
-def test_simulation_of_a_void_run_or_of_cards_on_which_nothing_fits_says_so(root, capsys, changes, code, said):
-    cfg, given = make_searched_config(root, **changes), {"target": "h100x8", "simulate": "0,1", "estimate": True}
-    for as_json in (True, False):
-        assert tiny.call("plan", cfg, sources.cache_root(), **given, json=as_json) == code
-        told = capsys.readouterr().out
-        if as_json:
-            errors = [one for each in json.loads(told) for one in each["findings"] if one["severity"] == "error"]
-            assert [f"error: {one['text']}".startswith(said) for one in errors] == [True] * (2 if code == 2 else 0)
-    assert said in told
 
 
 def test_simulation_is_the_plan_of_each_number_of_devices(root, capsys):

@@ -119,15 +119,6 @@ def test_readers_have_adapters_of_their_own_and_calibrated(recipe, parts):
         assert np.sqrt(np.mean(np.square(prefix))) == pytest.approx(embedding, rel=0.2)  # three texts
 
 
-def test_loss_counts_every_target_of_every_reader_once(recipe, parts):
-    built, batch, _ = parts
-    terms = jax.jit(recipe.loss)(built.trainable, built.frozen, batch, jax.random.key(0))
-    weights_of = [float(batch["readers"][name]["weights"].sum()) for name in ("llama", "qwen")]
-    assert float(terms.weight) == sum(weights_of)
-    assert [float(terms.terms[f"nll/{name}"][1]) for name in ("llama", "qwen")] == weights_of
-    assert float(terms.sum) == pytest.approx(sum(float(terms.terms[f"nll/{n}"][0]) for n in ("llama", "qwen")))
-
-
 def test_pretrained_body_keeps_its_first_layers(root):
     folder = tiny.readers(root)["qwen"]
     recipe = tiny.make_recipe(root, encoder__kind="lm", encoder__source=str(folder), encoder__layers=1)

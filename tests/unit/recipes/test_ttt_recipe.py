@@ -216,22 +216,6 @@ def test_text_without_a_window_is_refused(root, tmp_path):
         tiny.make_ttt(root, data__train=str(short), data__validation=str(tiny.write_text(tmp_path))).data_schedule()
 
 
-def test_identity_follows_the_texts_and_the_tokenizer(root, tmp_path, recipe):
-    def told(one):
-        return one.identity() | one.content()
-
-    identity = told(recipe)
-    assert identity == told(tiny.make_ttt(root, ttt__width=48))
-    other = tiny.write_text(tmp_path / "other")
-    other.write_text(other.read_text() + "One line more.")
-    changed = told(tiny.make_ttt(root, data__train=str(other)))
-    assert [name for name in identity if identity[name] != changed[name]] == ["train", "validation"]
-    changed = told(tiny.make_ttt(root, data__validation=str(other)))
-    assert [name for name in identity if identity[name] != changed[name]] == ["validation"]
-    changed = told(tiny.make_ttt(root, ttt__tokenizer=str(tiny.readers(root)["llama"])))
-    assert all(identity[name] != changed[name] for name in ("train", "validation", "tokenizer"))
-
-
 def test_vocabulary_is_the_tokenizers(root):
     folder = str(tiny.readers(root)["llama"])
     found = tiny.make_ttt(root, ttt__tokenizer=folder)
