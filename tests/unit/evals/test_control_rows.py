@@ -289,13 +289,6 @@ def test_followed_messages_are_counted_among_followed_texts():
     assert none["follows"] is None and "follows unknown" in comparison.format_comparison("r", none)
 
 
-def test_figures_need_the_rows_they_are_made_of():
-    made = [record for record in make_rows() if record["row"] in ("latents", "shuffled")]
-    gaps = {"gap_nll", "gap_nll_interval", "gap_f1", "gap_f1_interval"}
-    assert set(comparison.compare(made, **TOLD)["r"]) == {*gaps, "examples", "texts"}
-    assert comparison.compare(made[:11], **TOLD) == {"r": {}}
-
-
 def test_table_has_a_line_for_each_reader_and_row(measured):
     found = comparison.summarise(measured[-1], **TOLD)
     for row in found["qwen"].values():
