@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from lw_jax.recipes.curriculum import longest_passage
 from tests import tiny
 
 STAGES = {
@@ -36,14 +35,6 @@ def test_stages_follow_each_other_and_their_passages_grow_in_equal_parts(staged)
     assert [(one.slots, one.bits) for one in phases] == [*[((), ())] * 4, ((2, 5), (8, 4))]
     lengths = [max(len(ids) - 1 for ids in one.streams[0][0].readers["llama"]["answer"].ids) for one in phases[:4]]
     assert lengths[1] < lengths[2] < lengths[3] < lengths[0] <= 32, "32, then 7, 13 and 19 tokens, words kept whole"
-
-
-def test_without_passages_there_is_one_stretch_of_questions(root):
-    plain = make(root)
-    (only,) = plain.data_schedule().phases
-    assert only.steps == plain.cfg.train.steps and [encoded.task for encoded, _ in only.streams] == ["answer"]
-    assert longest_passage(plain.cfg) == 0
-    assert longest_passage(make(root, **STAGES).cfg) == 32
 
 
 def test_last_stage_s_task_is_validated_first_and_every_task_also_with_others_sources(staged):

@@ -118,19 +118,6 @@ def test_each_key_is_computed_once_in_batches_of_one_size(tmp_path):
     assert store.lookup([keys[6], keys[1]])([1, 0])["ids"][:, 0, 0].tolist()[0] in (100, 200, 800)
 
 
-def test_row_that_is_missing_is_named_and_takes_no_other_with_it(tmp_path):
-    keys = list(ROWS)
-    store = Store(tmp_path, {}, rows=SHAPES)
-    store.fill(keys[:5], compute([]), batch=5)
-    found = store.lookup(keys)
-    np.testing.assert_array_equal(found([4, 0])["ids"], compute([])([4, 0])["ids"])
-    with pytest.raises(UserError, match=rf"{store.folder}: .*1 of 3 .*{keys[6].hex()}"):
-        found([0, 6, 1])
-    (store.folder / "ids").write_bytes(b"")
-    with pytest.raises(UserError, match=str(store.folder)):
-        found([0])
-
-
 def test_kept_rows_are_the_live_teacher_s_in_a_ragged_batch(root):
     recipe = make(root)
     encoded, _ = attend(recipe)

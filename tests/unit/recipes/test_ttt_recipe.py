@@ -118,17 +118,6 @@ def test_measured_terms_add_up_to_the_loss(recipe, params):
     assert sum(pair[1] for pair in positions) == float(terms.weight) == 36
 
 
-def test_measured_inner_losses_are_means_over_layers_heads_and_chunks(recipe, params):
-    batch = measured(recipe, [1, 4])
-    ids = jnp.asarray(batch["readers"]["lm"]["ids"])
-    losses = ttt.forward(params, recipe.model, ids[:, :-1], mode=ttt.Mode(measured=True)).losses
-    assert losses.shape == (2, 3, 2, 3, 3)
-    terms = terms_of(recipe, params, batch).terms
-    for i, name in enumerate(("first", "before", "after")):
-        total, weight = terms[f"inner/{name}"]
-        assert float(total) / float(weight) == pytest.approx(float(losses[..., i].mean()), rel=SAME)
-
-
 def test_validation_of_a_run_is_the_mean_over_all_held_out_tokens(root, params):
     recipe = tiny.make_ttt(root, devices=4, eval__examples=0, eval__batch=8)
     run = trainer.Run(recipe.cfg, recipe, None, None)
@@ -234,11 +223,6 @@ def test_plan_needs_neither_text_nor_tokenizer_where_the_vocabulary_is_named(roo
     assert outline.model.vocab == 999 and recipes.reader_bytes(cfg) == {"lm": 0}
     widths = outline.batch_widths()["readers"]["lm"]
     assert widths["ids"].shape == (37,) and outline.unit == ("tokens", 36)
-
-
-def test_planned_batch_has_the_shapes_of_a_real_one(recipe, batch):
-    shapes = jax.tree.map(lambda leaf: (leaf.shape[1:], leaf.dtype), batch)
-    assert shapes == jax.tree.map(lambda leaf: (leaf.shape, np.dtype(leaf.dtype)), recipe.batch_widths())
 
 
 # --- where weights begin and lie ---
