@@ -42,16 +42,6 @@ def test_output_starts_at_the_reader_s_embedding_size(latents):
     assert size(prefix) == pytest.approx(TARGET, rel=CALIBRATED)
 
 
-def test_gain_is_trained_and_scales_the_prefix(latents):
-    one, params = make()
-    assert params["gain"].shape == () and params["gain"].dtype == jnp.float32
-    before = one.bind(params)(latents, "answer")
-    after = one.bind(params | {"gain": 3 * params["gain"]})(latents, "answer")
-    np.testing.assert_allclose(after, 3 * before, rtol=1e-5)
-    gradient = jax.grad(lambda params: jnp.sum(jnp.square(read(one, params, latents))))(params)
-    assert gradient["gain"] > 0
-
-
 def test_linear_path_stands_beside_the_layers(latents):
     one, params = make()
     quiet = params | {"down": jax.tree.map(jnp.zeros_like, params["down"])}
