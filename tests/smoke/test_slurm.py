@@ -194,7 +194,12 @@ def test_time_limit_saves_and_requeues_once(cluster, write, monkeypatch, hosts: 
     monkeypatch.setenv("MODE", "wait")
     monkeypatch.setenv("LIMIT", "1")
     submit(write(plan=PLAN | {"hosts": hosts, "devices": 2 * hosts}))
-    assert (cluster / "project folder" / "saved").exists()
+    assert (cluster / "project folder" / "saved").exists() and read(cluster)["options"]["nodes"] == str(hosts)
+    calls = [cluster / "project folder" / f"call{rank}.json" for rank in range(hosts)]
+    environs = [json.loads(file.read_text(encoding="utf-8"))["environ"] for file in calls]
+    assert [(one["SLURM_PROCID"], one["JAX_LOCAL_DEVICE_IDS"]) for one in environs] == [
+        (str(rank), "0,1") for rank in range(hosts)
+    ]
     assert requeues(cluster) == [f"requeue {JOB_ID}"]
     assert read(cluster)["code"] == runtime.REQUEUE
 
@@ -270,17 +275,6 @@ def test_setup_runs_before_training_and_its_failure_ends_the_job(cluster, write,
     submit(write(site='setup = ["source no/such/file"]\n'))
     assert read(cluster)["code"] == 1
     assert not call.exists()
-
-
-@pytest.mark.slow
-def test_several_nodes_start_one_task_each_with_all_gpus_of_the_node(cluster, write, monkeypatch) -> None:
-    monkeypatch.setenv("MODE", "0")
-    submit(write(plan=PLAN | {"hosts": 3, "devices": 6}))
-    calls = [cluster / "project folder" / f"call{rank}.json" for rank in range(3)]
-    environs = [json.loads(file.read_text(encoding="utf-8"))["environ"] for file in calls]
-    assert [environ["SLURM_PROCID"] for environ in environs] == ["0", "1", "2"]
-    assert {environ["JAX_LOCAL_DEVICE_IDS"] for environ in environs} == {"0,1"}
-    assert read(cluster)["options"]["nodes"] == "3"
 
 
 @pytest.mark.slow
