@@ -20,7 +20,8 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c.llms.qwen = models.qwen25_coder_1_5b()
     c.llms.qwen.weights = "bf16"
     base.cache(c)
-    c.encoder.width = 2048
+    c.encoder.width = 1216
+    c.encoder.texts = 160
     c.prompt.system = "Answer with a few words from the text."
     c.prompt.anchor = ""
     c.data.train = "hub:rajpurkar/squad"

@@ -26,6 +26,8 @@ from lw_jax.models.wire import Prompt
 REPEAT = "Repeat the text above word for word."  # asked in a question's place, before the text is read again
 TEXTS = {"own": "own", "other": "other"}  # kind of a row's message -> the field of its text
 FIELDS = ("text", "none", "context")  # prompts that the rows are made of
+LONG = ("own", "other", "text")  # fields as wide as a batch's texts need
+LEAST_COLUMNS = 64
 
 
 def attach(encoded: Encoded, layout: Layout) -> Encoded:
@@ -50,6 +52,28 @@ def ask_again(name: str, layout: Layout) -> np.ndarray:
     reader = layout.readers[name]
     frame = prompt_tokens.make_frame(name, reader, layout.prompt)
     return prompt_tokens.tokenize(reader.tokenizer, [frame.after(REPEAT) + frame.gap])[0]
+
+
+def round_columns(length: int) -> int:
+    """Returns the least of 64, 96, 128, 192, 256, 384 ... that holds so many tokens: few programs, little padding."""
+    whole = max(1 << (length - 1).bit_length(), LEAST_COLUMNS)
+    return whole * 3 // 4 if length <= whole * 3 // 4 and whole > LEAST_COLUMNS else whole
+
+
+def batches_by_length(encoded: Encoded, indices: Sequence[int], batch: int) -> Iterator[batches.Batch]:
+    """Yields the examples at `indices` as `batches_of`, in batches of texts alike in length, no wider than these."""
+    lengths = [max(len(fields["own"].ids[index]) for fields in encoded.readers.values()) for index in indices]
+    order = [indices[place] for place in np.argsort(lengths, kind="stable")]
+    for first in range(0, len(order), batch):
+        part, readers = order[first : first + batch], {}
+        for name, fields in encoded.readers.items():
+            texts = {key: fields[key] for key in LONG}
+            longest = {key: max(len(field.ids[index]) for index in part) for key, field in texts.items()}
+            readers[name] = fields | {
+                key: dataclasses.replace(field, width=min(round_columns(longest[key]), field.width))
+                for key, field in texts.items()
+            }
+        yield from batches_of(dataclasses.replace(encoded, readers=readers), part, batch)
 
 
 class RowPrompt(NamedTuple):
@@ -122,14 +146,15 @@ def measure(  # noqa: PLR0913
     records: list[Record] = []
     texts, total = number_texts(encoded), -(-len(indices) // batch) * len(encoded.readers)
     with phase("reading the questions in every row of the table", total, "batches") as done:
-        for host in batches_of(encoded, indices, batch):
+        for host in batches_by_length(encoded, indices, batch):
             for name, host_fields in host["readers"].items():
                 fields = bench.place(host_fields, name)
                 for row, made in bench.prompts(fields, name, rows).items():
                     found = _score(bench, fields, name, made.prompt, max_new_tokens)
                     records += _records(encoded, host, name, row, made, found, codings, texts)
                 done.advance()
-    return records
+    places = {index: place for place, index in enumerate(indices)}
+    return sorted(records, key=lambda one: places[one["index"]])
 
 
 def _records(  # noqa: PLR0913

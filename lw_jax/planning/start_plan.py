@@ -37,7 +37,7 @@ from sharding.placement import Placement
 
 TEXT = 1000  # tokens of the text whose reading and writing are told
 AGAIN = 24  # tokens that ask for a text's repetition, assumed where no tokenizer is at hand
-MEASURED = 7  # messages of each held-out text that are measured: to choose values, and the rows of the last line
+SOLVES = 2  # of a text's numbers until a step is found, mostly; one more measures its message
 _PEAKS = {"bfloat16": "bf16", "float32": "tf32"}  # JAX's name of factors -> the arithmetic of `Card.peak` by default
 
 
@@ -208,10 +208,8 @@ def _placements(cfg: Config, hardware: Hardware) -> Iterator[Placement]:
 
 def _sizes(cfg: Config, placed: Placement) -> tuple[int, int]:
     """Returns how many texts the start reads at once, and the tokens of the longest."""
-    rows, rounded = (
-        one["cpu" if placed.platform == "cpu" else "gpu"] for one in (cache_start.ROWS, cache_start.ROUNDED)
-    )
-    return place.round_up(rows, placed.data), place.round_up(cfg.data.context_tokens, rounded)
+    rows = cache_start.ROWS["cpu" if placed.platform == "cpu" else "gpu"]
+    return place.round_up(rows, placed.data), cfg.data.context_tokens
 
 
 def _measure(cfg: Config, placed: Placement, hardware: Hardware, speed: Speed | None) -> Candidate:
@@ -280,14 +278,14 @@ def _plan_reader(
     read, write = batch[False], batch[True]
     seconds = None
     if speed and read.seconds and write.seconds:
-        seconds = runs.readings * read.seconds + runs.writings * write.seconds + basis / speed.exact
+        seconds = runs.readings * read.seconds + runs.writings * (write.seconds - read.seconds) + basis / speed.exact
     return ReaderPlan(
         weights_bytes=weights,
         code_bytes=place.device_bytes(code),
         reading=read,
         writing=write,
         basis_bytes=4 * values * (4 * (width + cache_code.MORE) + 3 * cache_start.CHUNK),
-        flops=runs.readings * read.flops + runs.writings * write.flops + basis,
+        flops=runs.readings * read.flops + runs.writings * (write.flops - read.flops) + basis,
         seconds=seconds,
         read_seconds=(text[False].seconds or 0.0) / 2 if speed else None,  # it is read twice there
         write_seconds=text[True].seconds,
@@ -300,18 +298,17 @@ class _Runs(NamedTuple):
     """How often the start runs its programs for one reader, about."""
 
     readings: float  # of a batch, twice; once is half
-    writings: float
+    writings: float  # of a batch that was read
     tokens: int  # that the basis is fitted to
 
 
 def _runs(cfg: Config, rows: int, platform: str) -> _Runs:
     texts, kind = cfg.encoder.texts, "cpu" if platform == "cpu" else "gpu"
-    held = min(max(texts // cache_start.HELD_OUT, 1), cache_start.MOST_HELD_OUT[kind])
-    settled, train = min(held, cache_start.STEP_TEXTS[kind]), texts - held
-    ways, rates = (2, len(cache_start.RATES)) if cfg.encoder.ratio > 1 else (1, 1)
-    twice = train / cache_start.TWICE
+    held = min(max(texts // cache_start.PART_HELD_OUT, 1), cache_start.MOST_HELD_OUT[kind])
+    train, found = texts - held, len(cache_start.RATES) + (cfg.encoder.ratio > 1)  # steps, one of them either way
+    twice = train / cache_start.TWICE + held
     readings = (twice + (train - twice) / 2) / rows
-    writings = ways * rates * cache_start.MOST_SOLVES * settled / rows + MEASURED * held / rows
+    writings = found * (SOLVES + 1) * held / rows
     return _Runs(readings, writings, train * cfg.data.context_tokens)
 
 

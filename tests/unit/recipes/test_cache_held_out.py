@@ -6,7 +6,7 @@ import pytest
 from lw_jax.core.errors import UserError
 from lw_jax.models import cache_codec
 from lw_jax.models.cache_codec import Coding, Section
-from lw_jax.recipes import cache_start
+from lw_jax.recipes import cache_held_out
 
 LAYERS, HEADS, WIDTH, TEXTS, TOKENS = 3, 2, 12, 6, 50
 TABLES = np.stack([np.full((LAYERS, HEADS), 1.0), np.full((LAYERS, HEADS), 0.5)])
@@ -17,7 +17,7 @@ def write(step, ratio=2):
     """Numbers whose threshold is the step, as a writer's, and sections of them."""
     z = np.where(np.abs(Z) < step / 2, 0, Z)
     kept = np.random.default_rng(1).random((LAYERS, TEXTS * TOKENS, HEADS)) < 1 / ratio
-    integers = cache_start._round(z, step)
+    integers = cache_held_out._round(z, step)
     parts = [slice(i, i + TOKENS) for i in range(0, len(z), TOKENS)]
     sizes = float(np.float32(step)), (ratio,)
     return z, lambda: [Section(integers[at], *sizes, kept[:, at].astype(np.uint8)) for at in parts]
@@ -27,7 +27,7 @@ def write(step, ratio=2):
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_messages_have_the_bytes_that_are_allowed_with_their_order(ratio, guess):
     limit = 9.0
-    found = cache_start.find_rate(lambda step: write(step, ratio), TABLES, limit, guess)
+    found = cache_held_out.find_rate(lambda step: write(step, ratio), TABLES, limit, guess)
     coding = Coding("0" * 16, (found,), {ratio: TABLES[ratio - 1]})
     sent = write(found.step, ratio)[1]()
     size = sum(len(cache_codec.pack([(coding, one)], writer="0" * 16)) for one in sent) / len(Z)
@@ -41,15 +41,15 @@ def test_what_is_sent_is_made_once_however_often_numbers_are_found():
         z, send = write(step)
         return z, lambda: found.append(step) or send()
 
-    cache_start.find_rate(count, TABLES, 9.0, 50.0)
+    cache_held_out.find_rate(count, TABLES, 9.0, 50.0)
     assert len(found) == 1
 
 
 def test_more_bytes_than_numbers_can_say_take_the_least_step():
-    found = cache_start.find_rate(write, TABLES, 1000.0, 1e-9)
+    found = cache_held_out.find_rate(write, TABLES, 1000.0, 1e-9)
     assert np.abs(Z).max() / found.step == pytest.approx(cache_codec.LARGEST, rel=0.1)
 
 
 def test_fewer_bytes_than_the_order_takes_are_refused_by_their_key():
     with pytest.raises(UserError, match=r"^config\.message\.bytes = 0\.5, "):
-        cache_start.find_rate(write, TABLES, 0.5, 0.3)
+        cache_held_out.find_rate(write, TABLES, 0.5, 0.3)

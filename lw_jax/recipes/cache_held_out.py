@@ -1,0 +1,212 @@
+"""Held-out texts of a cache wire's start: the steps of its messages' numbers, and nats of answers from the messages."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Tree
+from lw_jax.data.batches import Batch
+from lw_jax.evals import cache_functions
+from lw_jax.evals.cache_functions import CacheFunctions
+from lw_jax.evals.control_rows import ANSWER
+from lw_jax.models import cache_codec, cache_message
+from lw_jax.models.cache_choice import Reading
+from lw_jax.models.cache_codec import Coding, Section, Statistics
+from lw_jax.models.cache_message import Sent
+from lw_jax.models.wire import Prompt
+from sharding import place
+
+TOLERANCE = 0.05  # of a step, between that for which the numbers were found and that to which they are rounded
+MOST_SOLVES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """Texts that were read twice."""
+
+    reading: Reading
+    fields: Mapping[str, Any]  # on the reader's devices
+    lengths: Int[np.ndarray, " b"]
+    valid: Bool[np.ndarray, " b"]
+
+    @property
+    def mask(self) -> jax.Array:
+        return self.fields["own"]["mask"]
+
+    def others(self) -> Int[np.ndarray, " b"]:
+        """Returns for each text the row of another one, where the batch has two."""
+        return (np.arange(len(self.valid)) + 1) % max(int(self.valid.sum()), 1)
+
+
+class HeldOut:
+    """One reader's held-out texts, read once for all that is found on them."""
+
+    def __init__(  # noqa: PLR0913
+        self,
+        functions: CacheFunctions,
+        params: Tree,
+        name: str,
+        code: Mapping[str, Any],
+        batches: Iterable[Batch],
+        *,
+        keep_queries: bool,
+    ):
+        """Reads the texts of batches of `cache_rows.attach`; `keep_queries`: what fits values and biases."""
+        self.functions, self.params, self.name, self.code, self._batches = functions, params, name, code, []
+        for host in batches:
+            fields = place.put_eval(host["readers"][name], functions.mesh_of(name))
+            texts = {key: fields[key] for key in ("own", "before", "again")}
+            lengths = host["readers"][name]["own"]["mask"].sum(axis=1)
+            reading = functions.read_twice(params, texts, name, keep_queries)
+            self._batches.append(_Batch(reading, fields, lengths, host["valid"]))
+        self.tokens = sum(int(batch.lengths[batch.valid].sum()) for batch in self._batches)
+
+    def __len__(self) -> int:
+        return sum(int(batch.valid.sum()) for batch in self._batches)
+
+    def find_rate(self, ratio: int, limit: float, step: float, *, fitted: bool) -> Statistics:
+        """Returns the step at which messages have `limit` bytes a token, and its statistics; `step`: a first guess."""
+
+        fitted = fitted and ratio > 1
+
+        def write(step: float) -> tuple[np.ndarray, Callable[[], list[Section]]]:
+            solved = [self._solve(batch, ratio, step, fitted) for batch in self._batches]
+            numbers = [
+                own[:length]
+                for (z, _), batch in zip(solved, self._batches, strict=True)
+                for own, length in zip(z[batch.valid], batch.lengths[batch.valid], strict=True)
+            ]
+            return np.concatenate(numbers), lambda: self._sections(solved, ratio, step, fitted)
+
+        return find_rate(write, np.asarray(self.code["tables"]), limit, step)
+
+    def nats(self, ratio: int, step: float, *, fitted: bool, shuffled: bool = False) -> float:
+        """Returns the nats a token of the answers from messages; `shuffled`: each from another text's of its batch."""
+        fitted, mesh = fitted and ratio > 1, self.functions.mesh_of(self.name)
+
+        def prompts() -> Iterator[tuple[_Batch, Prompt]]:
+            for batch in self._batches:
+                sent, mask = self._send(batch, *self._solve(batch, ratio, step, fitted), step, fitted), batch.mask
+                if shuffled:
+                    rows = batch.others()
+                    sent = Sent(sent.numbers[rows], sent.kept[:, rows], sent.bias[:, rows], sent.step)
+                    mask = place.rows(np.asarray(mask)[rows], mesh)
+                fields = self.params, self.code, batch.fields
+                yield batch, self.functions.prompt_from_cache(*fields, sent, mask, self.name)
+
+        return self._nats(prompts())
+
+    def nats_of_prompt(self, field: str) -> float:
+        """Returns the nats a token of the answers from a prompt without a message, "text" or "none"."""
+        prompt = self.functions.prompt_from_text
+        return self._nats((batch, prompt(self.params, batch.fields[field])) for batch in self._batches)
+
+    def _nats(self, prompts: Iterable[tuple[_Batch, Prompt]]) -> float:
+        nll = tokens = 0.0
+        for batch, prompt in prompts:
+            answer = {key: batch.fields[key] for key in ANSWER}
+            scores = jax.device_get(self.functions.score(self.params, prompt, answer, self.name))
+            nll += float(scores["nll"][batch.valid].sum())
+            tokens += float(scores["tokens"][batch.valid].sum())
+        return nll / tokens
+
+    def _solve(self, batch: _Batch, ratio: int, step: float, fitted: bool) -> tuple[np.ndarray, jax.Array]:
+        """Returns the numbers f32[b t w] of a batch of texts, not rounded, and which keys are kept."""
+        count = cache_functions.count_kept(self.code, np.where(batch.valid, batch.lengths, 0), ratio)
+        steps, factors = np.full(len(count[0]), step, np.float32), self.functions.wire.readers[self.name].mode.factors
+        before = batch.fields["before"]["mask"]
+        wanted = self.functions.want(batch.reading, before, count, self.name, fitted)
+        return np.asarray(self.functions.solve(self.code, wanted, steps, factors)), wanted.kept
+
+    def _send(self, batch: _Batch, z: np.ndarray, kept: jax.Array, step: float, fitted: bool) -> Sent:
+        """Returns what is sent of a batch of texts."""
+        numbers, bias, steps = _round(z, step), np.zeros(kept.shape, np.float32), np.full(len(z), step, np.float32)
+        if fitted:
+            code, before = self.code, batch.fields["before"]["mask"]
+            bias = self.functions.fit_biases(code, batch.reading, before, kept, numbers, steps, self.name)
+        return Sent(*(np.asarray(one) for one in (numbers, kept, bias, steps)))
+
+    def _sections(
+        self, solved: list[tuple[np.ndarray, jax.Array]], ratio: int, step: float, fitted: bool
+    ) -> list[Section]:
+        """Returns what is sent of each text."""
+        sections = []
+        for batch, (z, kept) in zip(self._batches, solved, strict=True):
+            rows = cache_message.rows_of(self._send(batch, z, kept, step, fitted))
+            sections += [
+                cache_message.to_section({ratio: row}, int(length))
+                for row, length, valid in zip(rows, batch.lengths, batch.valid, strict=True)
+                if valid
+            ]
+        return sections
+
+
+def find_rate(
+    write: Callable[[float], tuple[np.ndarray, Callable[[], list[Section]]]],
+    tables: Float[np.ndarray, "r l k"],
+    limit: float,
+    step: float,
+) -> Statistics:
+    """Returns the step at which messages have config.message.bytes a token, `limit`, and its statistics.
+
+    Numbers depend little on the step for which they are found: a few of these find it. The order of keys and the
+    biases, which a message has beside its numbers, are in its bytes.
+
+    Args:
+        write: returns for a step the numbers f32[n w] of some texts, not rounded, and what makes what is sent of each;
+            it is called once, as it fits biases.
+        tables: of ratios 1, 2, ....
+        limit: bytes.
+        step: a first guess.
+
+    Raises:
+        UserError: messages are longer however large the step is.
+    """
+    beside = found = None
+    for _ in range(MOST_SOLVES):
+        z, send = write(step)
+        largest = max(float(np.abs(z).max()), 1e-30)
+        if largest > cache_codec.LARGEST * step:
+            step = largest / cache_codec.LARGEST * (1 + TOLERANCE)
+            continue
+        beside = _bytes_beside(send(), tables) if beside is None else beside
+        between = (largest / cache_codec.LARGEST, largest)
+        try:
+            found = cache_codec.find_step(functools.partial(_round, z), limit - beside, between=between)
+        except UserError as error:
+            told = f"{beside:.1f} of them for the order of keys and biases"
+            raise UserError(f"config.message.bytes = {limit:g}, {told}: {error}") from error
+        if abs(found.step / step - 1) < TOLERANCE:
+            break
+        step = found.step
+    assert found is not None, "a step that is too small is one only once"
+    return found
+
+
+def _bytes_beside(sections: Sequence[Section], tables: Float[np.ndarray, "r l k"]) -> float:
+    """Returns the bytes a token that messages have beside their numbers."""
+    numbers = np.concatenate([one.numbers for one in sections])
+    statistics = cache_codec.fit_statistics(numbers, sections[0].step)
+    coding = Coding("0" * 16, (statistics,), {ratio: tables[ratio - 1] for ratio in sections[0].ratios})
+    packed = sum(len(cache_codec.pack([(coding, one)], writer=coding.fingerprint)) for one in sections)
+    return (packed - cache_codec.bits(statistics, numbers) / 8) / len(numbers)
+
+
+def _round(z: np.ndarray, step: float) -> np.ndarray:
+    return np.clip(np.rint(z / step), -(2**30), 2**30).astype(np.int32)  # a first guess may be far too small
+
+
+def guess_step(variance: np.ndarray, bits: float) -> float:
+    """Returns the step at which Gaussian numbers would take so many bits, where each is small beside its deviation."""
+    low, high = -40.0, 20.0  # powers of 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        each = 0.5 * np.log2(2 * np.pi * np.e * np.maximum(variance, 1e-30)) - middle
+        low, high = (middle, high) if np.maximum(each, 0).sum() > bits else (low, middle)
+    return 2.0**high
