@@ -206,7 +206,6 @@ def test_empty_slots_are_sent_as_zeros_with_finite_gradients():
         (draw(SLOTS, WIDTH), {"bits": 3}, "bits=3"),
         (draw(SLOTS, WIDTH), {"encoder": ENCODER * 2}, f"encoder='{ENCODER * 2}"),
     ],
-    ids=str,
 )
 def test_what_a_frame_cannot_say_is_not_written(values, given, named):
     with pytest.raises(UserError, match=named):
