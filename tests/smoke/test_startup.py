@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lw_jax
 from lw_jax.commands import parser
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -93,6 +94,12 @@ print(code, "jax" in sys.modules)
     assert python(code, cwd=tmp_path) == "2 False"
 
 
-def test_python_users_hear_nothing_of_a_gpu_that_is_not_here() -> None:
-    done = start("import lw_jax; print(*(getattr(lw_jax, one) for one in lw_jax.__all__)); import jax; jax.devices()")
-    assert done.stdout.count("<function") == 3 and done.stderr == ""
+def test_python_users_import_no_jax_and_hear_nothing_of_a_gpu_that_is_not_here() -> None:
+    code = """
+import sys, lw_jax
+print(*({"jax", "flax", "transformers"} & set(sys.modules)), *(getattr(lw_jax, one) for one in lw_jax.__all__))
+import jax
+jax.devices()
+"""
+    done = start(code)
+    assert done.stdout.startswith(lw_jax.__version__) and done.stdout.count("<function") == 3 and done.stderr == ""

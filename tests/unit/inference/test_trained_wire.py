@@ -1,9 +1,6 @@
 """The Python API on a random reader's folder and on a tiny trained run."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -14,12 +11,11 @@ import lw_jax
 from lw_jax.commands import train
 from lw_jax.core.errors import UserError
 from lw_jax.data import batches
-from lw_jax.inference import language_model, trained_wire
+from lw_jax.inference import trained_wire
 from lw_jax.models import codec
 from lw_jax.training import run_folder
 from tests import tiny
 
-ROOT = Path(__file__).resolve().parents[3]
 TEXT = "Mira keeps a copper lantern in the old mill."
 
 
@@ -109,18 +105,6 @@ def test_packed_weights_answer_nearly_as_the_whole_ones(root):
     assert packed.params["layers"]["gate"]["codes"].dtype == np.int8
     error = float(abs(packed.logits(ids) - whole).max() / abs(whole).max())
     assert 0 < error < 0.05
-
-
-def test_importing_the_package_imports_no_jax():
-    code = "import sys, lw_jax; print(sorted({'jax', 'flax', 'transformers'} & set(sys.modules)), lw_jax.__all__)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
-        text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.strip() == "[] ['__version__', 'evaluate', 'load_lm', 'load_wire']"
-    assert lw_jax.load_lm is language_model.load_lm and lw_jax.load_wire is trained_wire.load_wire
-    with pytest.raises(AttributeError, match="no attribute 'load_llm'"):
-        lw_jax.load_llm  # noqa: B018
 
 
 # --- a trained wire ---
