@@ -102,7 +102,7 @@ def test_file_of_ours_is_written_anew_and_any_other_is_kept(call, tmp_path: Path
     assert "--config.seed=13" in file.read_text(encoding="utf-8")
     file.write_text("echo mine\n", encoding="utf-8")
     for path in (file, file / "job.sbatch"):
-        with pytest.raises(UserError, match=str(path)):
+        with pytest.raises(UserError, match=str(file)):
             call(output=str(path))
     assert file.read_text(encoding="utf-8") == "echo mine\n"
 
