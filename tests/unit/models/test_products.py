@@ -16,6 +16,8 @@ from tests import tiny
 
 BF16 = precision.Precision("bfloat16", "float32")
 EXACT = {"rtol": 1e-5, "atol": 1e-5}  # fp32 sums of the same rounded factors in another order
+LOSS = 5e-3  # of a step in bf16 beside fp32, relative; a gradient's difference beside its norm: GRADIENT
+GRADIENT = 5e-2
 
 
 def draw(*shape, seed=0):
@@ -92,6 +94,28 @@ def outline(root, kind, dtype):
         return tiny.make_ttt(root, compute__dtype=dtype)
     body = {"encoder__kind": "lm", "encoder__source": str(tiny.readers(root)["llama"])}
     return tiny.make_recipe(root, compute__dtype=dtype, **body)
+
+
+def measure(recipe):
+    """(loss, gradient) of one batch of the recipe."""
+    built = recipe.build()
+    batch = jax.tree.map(jnp.asarray, recipe.data_schedule().batch(0, global_batch=8, seed=0, share=slice(0, 8)))
+
+    def loss(trainable):
+        terms = recipe.loss(trainable, built.frozen, batch, jax.random.key(0))
+        return terms.sum / terms.weight
+
+    return jax.device_get(jax.jit(jax.value_and_grad(loss))(built.trainable))
+
+
+@pytest.mark.parametrize("kind", ["lm", "ttt"])
+def test_a_step_in_bf16_is_near_the_step_in_fp32(root, kind):
+    (loss, gradient), (wanted, exact) = (measure(outline(root, kind, dtype)) for dtype in ("bf16", "fp32"))
+    assert 0 < abs(float(loss / wanted) - 1) < LOSS
+    pairs = list(zip(jax.tree.leaves(gradient), jax.tree.leaves(exact), strict=True))
+    assert {one.dtype.name for one, _ in pairs} == {"float32"}
+    apart = np.sqrt(sum(float(jnp.sum((a - b) ** 2)) for a, b in pairs))
+    assert apart < GRADIENT * np.sqrt(sum(float(jnp.sum(b**2)) for _, b in pairs))
 
 
 @pytest.mark.parametrize("kind", ["lm", "ttt"])
