@@ -38,6 +38,7 @@ def cache(c: ConfigDict) -> None:
     c.encoder.ratio = 4
     c.adapter.start = "random"
     c.train.steps = 0
+    c.eval.rows = ("text", "none", "latents", "shuffled", "all", "half", "eighth", "swapped", "swapped_text")
 
 
 def get_config(recipe: str = "latentwire") -> ConfigDict:

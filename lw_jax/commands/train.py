@@ -37,7 +37,7 @@ def run(_: argparse.Namespace, loaded: Loaded) -> int:
 
 def _take_folder(loaded: Loaded) -> None:
     run_folder.lock(loaded.workdir)
-    run_folder.write_workdir(loaded.workdir, cfg=loaded.cfg, base=loaded.defaults, command=sys.argv)
+    run_folder.write_workdir(loaded.workdir, cfg=loaded.cfg, base=loaded.defaults, command=("run.py", *sys.argv[1:]))
 
 
 def main(cfg: Config, workdir: Path) -> int:

@@ -154,8 +154,8 @@ class CacheFunctions(WireFunctions):
         ) -> Prompt:
             after, before = fields["after"], embed_shared_prefix(params, fields["before"])
             x = decoder.embed(params, after["ids"])
-            own, seen = cache_message.decode(code, sent, mask, x.dtype), 0 if before is None else before.mask.sum()
-            packed = kv_prefix.pack(self.wire.readers[name].config, own, sizes, seen=seen)
+            config, seen = self.wire.readers[name].config, 0 if before is None else before.mask.sum()
+            packed = cache_message.decode_packed(config, code, sent, mask, sizes, seen=seen, dtype=x.dtype)
             return Prompt(x, after["mask"], before, packed=packed)
 
         return jax.jit(build, static_argnames=("name", "sizes"))

@@ -4,19 +4,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.models.products import from_bits, multiply, saved_bits
 
 LEAST = -1e30  # score of a masked key: finite, so that a row without keys has no NaN
 
 
-class PackedHead(NamedTuple):
-    """Keys, turned, and values that one head of keys has before a cache."""
+class PackedKeys(NamedTuple):
+    """Keys, turned, and values that the heads of a layer have before a cache, one head's behind the other's."""
 
     k: Float[Array, "b m e"]
     v: Float[Array, "b m e"]
     bias: Float[Array, "b m"]  # of the scores; `LEAST` where a row has fewer
+    head: Int[Array, " m"]  # of keys; -1: of none
 
 
 def attention(
@@ -42,7 +43,7 @@ def attention(
 
 
 def attention_behind(  # noqa: PLR0913
-    packed: tuple[PackedHead, ...],
+    packed: PackedKeys,
     q: Float[Array, "b t h e"],
     k: Float[Array, "b s k e"],
     v: Float[Array, "b s k e"],
@@ -50,21 +51,22 @@ def attention_behind(  # noqa: PLR0913
     mask: Bool[Array, "b 1 t s"],
     factors: str | None = None,
 ) -> Float[Array, "b t h e"]:
-    """`attention` with one softmax over `packed`, by head of keys, which every query sees, and the keys k.
+    """`attention` with one softmax over `packed`, of which a query sees those of its head, and the keys k.
 
-    The two are never joined in one array: only their largest scores, sums and outputs meet.
+    The two are never joined in one array: only their largest scores, sums and outputs meet. All heads' scores of the
+    packed keys are computed, so that one product serves heads of all lengths.
     """
     narrow, queries, scale = factors or q.dtype, _rows(q, k.shape[2]), q.shape[-1] ** -0.5
     keys, values = (one.swapaxes(1, 2) for one in (k, v))
     seen = jnp.tile(mask, (1, 1, queries.shape[2] // mask.shape[2], 1))
     scores = jnp.where(seen, scale * multiply("bkte,bkse->bkts", queries, keys, factors=narrow), LEAST)
     own = _partial(scores, values, narrow)
-    found = []
-    for number, head in enumerate(packed):
-        scores = scale * multiply("bte,bse->bts", queries[:, number], head.k, factors=narrow)
-        scores = scores + head.bias.astype(jnp.float32)[:, None]
-        found.append(_partial(scores[:, None], head.v[:, None], narrow))
-    before = tuple(jnp.concatenate(one, axis=1) for one in zip(*found, strict=True))
+    rows, heads, count, width = queries.shape
+    scores = scale * multiply("bte,bse->bts", queries.reshape(rows, -1, width), packed.k, factors=narrow)
+    scores = (scores + packed.bias.astype(jnp.float32)[:, None]).reshape(rows, heads, count, -1)
+    scores = jnp.where((packed.head[None] == jnp.arange(heads)[:, None])[None, :, None], scores, LEAST)
+    before = _partial(scores.reshape(rows, 1, heads * count, -1), packed.v[:, None], narrow)
+    before = tuple(one.reshape(rows, heads, count, -1) for one in before)
     top = jnp.maximum(own[0], before[0])
     first, second = (jnp.exp(one[0] - top) for one in (own, before))
     summed, out = (one * first + other * second for one, other in zip(own[1:], before[1:], strict=True))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.models.decoder import KVPrefix
 from lw_jax.models.products import multiply
@@ -105,6 +105,16 @@ def read(code: Code, z: Float[Array, "b t w"]) -> tuple[Float[Array, "l b t k e"
     y = y * _by_value(code.scale, code.mean)[None, None] + code.mean.reshape(1, 1, -1)
     k, v = y.reshape(*z.shape[:2], *code.mean.shape).transpose(2, 3, 0, 1, 4, 5)
     return k, v
+
+
+def read_layer(
+    code: Code, z: Float[Array, "b t w"], layer: Int[Array, ""]
+) -> tuple[Float[Array, "b t k e"], Float[Array, "b t k e"]]:
+    """Returns keys, not turned, and values of one layer from all numbers of a token."""
+    with jax.default_matmul_precision("highest"):
+        y = jnp.einsum("btw,wcke->cbtke", z, code.basis.reshape(-1, *code.mean.shape)[:, :, layer])
+    y = y * code.scale[:, layer, None, None, None, None] + code.mean[:, None, None, layer]
+    return y[0], y[1]
 
 
 def fit_code(

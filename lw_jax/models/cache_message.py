@@ -11,10 +11,12 @@ from jaxtyping import Array, Bool, Float, Int
 from lw_jax.core.eval_rows import RATIOS
 from lw_jax.core.types import Tree
 from lw_jax.models import cache_choice, cache_code, cache_codec, kv_prefix
+from lw_jax.models.attention import LEAST
 from lw_jax.models.cache_choice import Reading
 from lw_jax.models.cache_code import Code
 from lw_jax.models.cache_codec import Coding, Section, Statistics
-from lw_jax.models.decoder import DecoderConfig, KVPrefix
+from lw_jax.models.decoder import DecoderConfig, KVPrefix, PackedPrefix
+from lw_jax.models.kv_prefix import Sizes
 
 ROOTS = {True: 1.0, False: 0.5}  # fitted or not: the power of a key's worth that weighs its numbers
 
@@ -127,6 +129,27 @@ def decode(params: Tree, sent: Sent, mask: Bool[Array, "b t"], dtype: jax.typing
     return kv_prefix.choose(
         KVPrefix(k.astype(dtype), v.astype(dtype), mask), jnp.asarray(sent.kept), jnp.asarray(sent.bias)
     )
+
+
+def decode_packed(  # noqa: PLR0913
+    cfg: DecoderConfig,
+    params: Tree,
+    sent: Sent,
+    mask: Bool[Array, "b t"],
+    sizes: Sizes,
+    *,
+    seen: jax.Array | int,
+    dtype: jax.typing.DTypeLike,
+) -> PackedPrefix:
+    """Returns the kept keys and values of a message, of each head as many as `sizes`, layer after layer."""
+    code, z = _code(params), jnp.asarray(sent.numbers).astype(jnp.float32) * jnp.asarray(sent.step)[:, None, None]
+    bias = jnp.where(jnp.asarray(sent.kept), jnp.asarray(sent.bias), LEAST)
+
+    def take(layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+        k, v = cache_code.read_layer(code, z, layer)
+        return k.astype(dtype), v.astype(dtype)
+
+    return kv_prefix.pack(cfg, mask, bias, sizes, take, seen=seen)
 
 
 def _read(

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.models import projections, quant, rotary
-from lw_jax.models.attention import PackedHead, attention, attention_behind
+from lw_jax.models.attention import PackedKeys, attention, attention_behind
 from lw_jax.models.products import PRODUCT, from_bits, save, stack_dtype, wide_product
 
 
@@ -94,10 +94,28 @@ class KVPrefix(NamedTuple):
 
 
 class PackedPrefix(NamedTuple):
-    """A prefix of which each head of each layer has keys and values of its own, at positions of its own."""
+    """A prefix of which each head of each layer has keys and values of its own: one layer's behind the other's.
 
-    heads: tuple[tuple[PackedHead, ...], ...]  # by layer
+    Behind them is room for as many as the largest layer has, so that all layers are read in slices of that size.
+    """
+
+    k: Float[Array, "b n e"]  # turned
+    v: Float[Array, "b n e"]
+    bias: Float[Array, "b n"]  # of the scores; `attention.LEAST` where a row has fewer
+    head: Int[Array, " n"]  # of keys
+    first: Int[Array, " l"]  # place of each layer's
+    count: Int[Array, " l"]
+    places: Int[Array, " m"]  # 0, 1 ... of the largest layer
     length: Int[Array, "b 1"]  # positions of the whole prefix, those without keys too
+
+    def of_layer(self, number: Int[Array, ""]) -> PackedKeys:
+        """Returns a layer's keys, in as many places as the largest layer has."""
+
+        def take(x: jax.Array, axis: int) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, self.first[number], len(self.places), axis)
+
+        head = jnp.where(self.places < self.count[number], take(self.head, 0), -1)
+        return PackedKeys(take(self.k, 1), take(self.v, 1), take(self.bias, 1), head)
 
 
 class Output(NamedTuple):
@@ -248,13 +266,14 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
         if share is not None:
             mixed = mixed + weigh(x, share, cfg.norm_eps)
         tapped = x if taps else None
-        x, written = layer(x, weights, before if kv is None else _LayerCache(kv[0], kv[1], number), bias)
+        packed = None if cache is None or cache.packed is None else cache.packed.of_layer(number)
+        x, written = layer(x, weights, before if kv is None else _LayerCache(kv[0], kv[1], number), bias, packed)
         return (x, mixed, prefix, None if cache is None else written), tapped
 
     mixed, shares = (None, None) if mix is None else (jnp.zeros(x.shape, jnp.float32), mix[:-1])
     kv = None if cache is None else (cache.k, cache.v)
     prefix, tapped = None if shared_prefix is None else shared_prefix.x, None
-    if isinstance(params["layers"], tuple) or (cache is not None and cache.packed is not None):
+    if isinstance(params["layers"], tuple):
         assert cache is not None and mix is None and not taps, "layers are unstacked for generation only"
         x, kv = _run_apart(cfg, layer, params["layers"], cache, x, mode)
     else:
@@ -283,7 +302,7 @@ def _run_apart(
         else:
             own = _LayerCache(k[number], v[number])
         bias = None if cache.bias is None else cache.bias[number]
-        packed = None if cache.packed is None else cache.packed.heads[number]
+        packed = None if cache.packed is None else cache.packed.of_layer(jnp.int32(number))
         x, pair = layer(mode.constrain(x), weights, own, bias, packed)
         k, v = pair if stacked else (k, v)
         written.append(pair)
@@ -451,11 +470,16 @@ def _share(
 
 def rotate_keys(cfg: DecoderConfig, prefix: KVPrefix, *, seen: jax.Array | int) -> Float[Array, "l b m k e"]:
     """Returns a prefix' keys turned at its positions, `seen` real tokens before them."""
-    positions = jnp.maximum(seen + jnp.cumsum(prefix.mask, axis=1, dtype=jnp.int32) - 1, 0)
-    cos, sin = rotary.angles(
-        positions, size=cfg.rotated or cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling
-    )
+    cos, sin = prefix_angles(cfg, prefix.mask, seen=seen)
     return jax.vmap(lambda k: rotary.rotate(k, cos, sin))(prefix.k)
+
+
+def prefix_angles(
+    cfg: DecoderConfig, mask: Bool[Array, "b m"], *, seen: jax.Array | int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns cos and sin [b m 1 r/2] at a prefix' positions, `seen` real tokens before them."""
+    positions = jnp.maximum(seen + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
+    return rotary.angles(positions, size=cfg.rotated or cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling)
 
 
 def check_positions(cfg: DecoderConfig, needed: int, *, what: str, remedy: str) -> None:
@@ -515,7 +539,7 @@ def _layer(  # noqa: PLR0913  (what stands before x is one of three)
     weights: Tree,
     kv: "_LayerCache | tuple[tuple[jax.Array, jax.Array], ...]",
     bias: Float[Array, "b s k"] | None = None,
-    packed: tuple[PackedHead, ...] | None = None,
+    packed: PackedKeys | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """One block, and its keys and values.
 

@@ -2,16 +2,18 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.models import decoder, rotary
-from lw_jax.models.attention import LEAST, PackedHead
+from lw_jax.models.attention import LEAST
 from lw_jax.models.decoder import Cache, DecoderConfig, KVPrefix, Mode, PackedPrefix, SharedPrefix
 
 Sizes = tuple[tuple[int, ...], ...]  # keys of each head of keys, by layer
@@ -49,25 +51,58 @@ def choose(prefix: KVPrefix, kept: Bool[Array, "l b m k"], bias: Float[Array, "l
     return prefix._replace(bias=jnp.where(kept, bias, LEAST))
 
 
-def pack(cfg: DecoderConfig, prefix: KVPrefix, sizes: Sizes, *, seen: jax.Array | int) -> PackedPrefix:
-    """Returns the keys that `choose` left, in each layer and head so many of `sizes`, `seen` real tokens before them.
+def pack(  # noqa: PLR0913
+    cfg: DecoderConfig,
+    mask: Bool[Array, "b m"],
+    bias: Float[Array, "l b m k"],
+    sizes: Sizes,
+    take: Callable[[Int[Array, ""]], tuple[Float[Array, "b m k e"], Float[Array, "b m k e"]]],
+    *,
+    seen: jax.Array | int,
+) -> PackedPrefix:
+    """Returns the kept keys of a prefix, in each layer and head so many of `sizes`, `seen` real tokens before them.
 
-    They take no memory but their own. A row with fewer has filling, which no query sees.
+    They take no memory but their own, and while they are made that of one layer's. A row with fewer has filling, which
+    no query sees.
+
+    Args:
+        cfg: of the reader.
+        mask: of the whole prefix.
+        bias: of `choose`: `LEAST` where a key is not kept.
+        sizes: of each head.
+        take: returns a layer's keys, not turned, and values.
+        seen: real tokens before the prefix.
     """
-    assert prefix.bias is not None, "of `choose`"
-    keys, bias = (
-        decoder.rotate_keys(cfg, prefix, seen=seen),
-        jnp.where(prefix.mask[None, :, :, None], prefix.bias, LEAST),
+    counts = np.array(sizes, np.int32).reshape(cfg.layers, cfg.kv_heads)
+    by_layer = counts.sum(axis=1, dtype=np.int32)
+    first, most = np.cumsum(by_layer, dtype=np.int32) - by_layer, int(by_layer.max(initial=0))
+    head, rank = np.zeros((2, cfg.layers, most), np.int32)  # of each place of a layer
+    for number, row in enumerate(counts):
+        head[number, : row.sum()] = np.repeat(np.arange(cfg.kv_heads), row)
+        rank[number, : row.sum()] = np.concatenate([np.arange(size) for size in row])
+    bias, angles = jnp.where(mask[None, :, :, None], bias, LEAST), decoder.prefix_angles(cfg, mask, seen=seen)
+
+    def layer(packed: tuple[jax.Array, ...], inputs: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], None]:
+        number, bias, first, head, rank = inputs
+        k, v = take(number)
+        order = jnp.argsort(bias <= LEAST, axis=1)  # stable: the kept ones in their order
+        places = jax.vmap(lambda order: order[rank, head])(order)
+        # What stands behind a layer's keys is filling, over which the next layer's are written.
+        found = (jax.vmap(lambda x, at: x[at, head])(x, places) for x in (rotary.rotate(k, *angles), v, bias))
+        pairs = zip(packed, found, strict=True)
+        return tuple(jax.lax.dynamic_update_slice_in_dim(*pair, first, axis=1) for pair in pairs), None
+
+    kind = jax.eval_shape(take, jnp.int32(0))[0]
+    room = len(mask), int(by_layer.sum()) + most
+    none = (jnp.zeros((*room, cfg.head_dim), kind.dtype),) * 2 + (jnp.full(room, LEAST, bias.dtype),)
+    numbers = np.arange(cfg.layers, dtype=np.int32)
+    (k, v, bias), _ = jax.lax.scan(layer, none, (numbers, bias, first, head, rank))
+    heads = np.concatenate([*(row[:size] for row, size in zip(head, by_layer, strict=True)), np.zeros(most, np.int32)])
+    length, static = (
+        mask.sum(axis=1, keepdims=True, dtype=jnp.int32),
+        (heads, first, by_layer, np.arange(most, dtype=np.int32)),
     )
-
-    def head(layer: int, number: int, size: int) -> PackedHead:
-        own = bias[layer, :, :, number]
-        at = jnp.argsort(own <= LEAST, axis=1)[:, :size]  # stable: the kept ones in their order
-        k, v = (jnp.take_along_axis(one[layer, :, :, number], at[..., None], axis=1) for one in (keys, prefix.v))
-        return PackedHead(k, v, jnp.take_along_axis(own, at, axis=1))
-
-    heads = tuple(tuple(head(i, j, size) for j, size in enumerate(row)) for i, row in enumerate(sizes))
-    return PackedPrefix(heads, prefix.mask.sum(axis=1, keepdims=True, dtype=jnp.int32))
+    return PackedPrefix(k, v, bias, *(jnp.asarray(one) for one in static), length)
 
 
 def open_packed(  # noqa: PLR0913  (as `open_cache`)
@@ -86,8 +121,7 @@ def open_packed(  # noqa: PLR0913  (as `open_cache`)
     """
     if cfg.window or isinstance(cfg.rope_scaling, rotary.LongRope):
         raise UserError("a packed prefix: its reader has a sliding window or LongRope, which go by positions; mask it")
-    values = packed.heads[0][0].v
-    cache = read_once(params, cfg, (len(values), size), shared_prefix, values.dtype, mode)
+    cache = read_once(params, cfg, (len(packed.v), size), shared_prefix, packed.v.dtype, mode)
     return cache._replace(packed=packed)
 
 

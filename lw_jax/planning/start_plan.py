@@ -37,7 +37,7 @@ from sharding.placement import Placement
 
 TEXT = 1000  # tokens of the text whose reading and writing are told
 AGAIN = 24  # tokens that ask for a text's repetition, assumed where no tokenizer is at hand
-SOLVES = 2  # of a text's numbers until a step is found, mostly; one more measures its message
+SOLVES = 2  # of a text's numbers until a step is found, mostly
 _PEAKS = {"bfloat16": "bf16", "float32": "tf32"}  # JAX's name of factors -> the arithmetic of `Card.peak` by default
 
 
@@ -308,7 +308,7 @@ def _runs(cfg: Config, rows: int, platform: str) -> _Runs:
     train, found = texts - held, len(cache_start.RATES) + (cfg.encoder.ratio > 1)  # steps, one of them either way
     twice = train / cache_start.TWICE + held
     readings = (twice + (train - twice) / 2) / rows
-    writings = found * (SOLVES + 1) * held / rows
+    writings = found * SOLVES * held / rows
     return _Runs(readings, writings, train * cfg.data.context_tokens)
 
 

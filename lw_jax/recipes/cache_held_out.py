@@ -65,6 +65,7 @@ class HeldOut:
             lengths = host["readers"][name]["own"]["mask"].sum(axis=1)
             reading = functions.read_twice(params, texts, name, keep_queries)
             self._batches.append(_Batch(reading, fields, lengths, host["valid"]))
+        self._solved: dict[tuple[int, bool], list[tuple[np.ndarray, np.ndarray]]] = {}  # by ratio, and fitted or not
         self.tokens = sum(int(batch.lengths[batch.valid].sum()) for batch in self._batches)
 
     def __len__(self) -> int:
@@ -77,6 +78,7 @@ class HeldOut:
 
         def write(step: float) -> tuple[np.ndarray, Callable[[], list[Section]]]:
             solved = [self._solve(batch, ratio, step, fitted) for batch in self._batches]
+            self._solved[ratio, fitted] = solved
             numbers = [
                 own[:length]
                 for (z, _), batch in zip(solved, self._batches, strict=True)
@@ -87,12 +89,15 @@ class HeldOut:
         return find_rate(write, np.asarray(self.code["tables"]), limit, step)
 
     def nats(self, ratio: int, step: float, *, fitted: bool, shuffled: bool = False) -> float:
-        """Returns the nats a token of the answers from messages; `shuffled`: each from another text's of its batch."""
+        """Returns the nats a token of the answers from messages; `shuffled`: each from another text's of its batch.
+
+        `find_rate` found the step: the numbers are those of its last trial.
+        """
         fitted, mesh = fitted and ratio > 1, self.functions.mesh_of(self.name)
 
         def prompts() -> Iterator[tuple[_Batch, Prompt]]:
-            for batch in self._batches:
-                sent, mask = self._send(batch, *self._solve(batch, ratio, step, fitted), step, fitted), batch.mask
+            for batch, solved in zip(self._batches, self._solved[ratio, fitted], strict=True):
+                sent, mask = self._send(batch, *solved, step, fitted), batch.mask
                 if shuffled:
                     rows = batch.others()
                     sent = Sent(sent.numbers[rows], sent.kept[:, rows], sent.bias[:, rows], sent.step)
@@ -116,24 +121,24 @@ class HeldOut:
             tokens += float(scores["tokens"][batch.valid].sum())
         return nll / tokens
 
-    def _solve(self, batch: _Batch, ratio: int, step: float, fitted: bool) -> tuple[np.ndarray, jax.Array]:
+    def _solve(self, batch: _Batch, ratio: int, step: float, fitted: bool) -> tuple[np.ndarray, np.ndarray]:
         """Returns the numbers f32[b t w] of a batch of texts, not rounded, and which keys are kept."""
         count = cache_functions.count_kept(self.code, np.where(batch.valid, batch.lengths, 0), ratio)
         steps, factors = np.full(len(count[0]), step, np.float32), self.functions.wire.readers[self.name].mode.factors
         before = batch.fields["before"]["mask"]
         wanted = self.functions.want(batch.reading, before, count, self.name, fitted)
-        return np.asarray(self.functions.solve(self.code, wanted, steps, factors)), wanted.kept
+        return np.asarray(self.functions.solve(self.code, wanted, steps, factors)), np.asarray(wanted.kept)
 
-    def _send(self, batch: _Batch, z: np.ndarray, kept: jax.Array, step: float, fitted: bool) -> Sent:
+    def _send(self, batch: _Batch, z: np.ndarray, kept: np.ndarray, step: float, fitted: bool) -> Sent:
         """Returns what is sent of a batch of texts."""
         numbers, bias, steps = _round(z, step), np.zeros(kept.shape, np.float32), np.full(len(z), step, np.float32)
         if fitted:
             code, before = self.code, batch.fields["before"]["mask"]
             bias = self.functions.fit_biases(code, batch.reading, before, kept, numbers, steps, self.name)
-        return Sent(*(np.asarray(one) for one in (numbers, kept, bias, steps)))
+        return Sent(numbers, kept, np.asarray(bias), steps)
 
     def _sections(
-        self, solved: list[tuple[np.ndarray, jax.Array]], ratio: int, step: float, fitted: bool
+        self, solved: list[tuple[np.ndarray, np.ndarray]], ratio: int, step: float, fitted: bool
     ) -> list[Section]:
         """Returns what is sent of each text."""
         sections = []

@@ -53,8 +53,8 @@ def start(recipe: "CacheWire", frozen: Tree) -> dict[str, Tree]:
         begun = time.monotonic()
         code, tokens = _fit(recipe, functions, frozen[name], name, [example.context for example in train])
         alone = dataclasses.replace(encoded, readers={name: encoded.readers[name]})
-        in_batches = cache_rows.batches_by_length(alone, range(len(held)), _rows(recipe))
-        with phase(f"{name}: reading {len(held)} held-out texts twice"):
+        in_batches = cache_rows.batches_by_length(alone, range(len(alone)), _rows(recipe))
+        with phase(f"{name}: reading {len(alone)} held-out texts twice"):
             texts = HeldOut(functions, frozen[name], name, code, in_batches, keep_queries=ratio > 1)
         codes[name] = code | _settle(texts, recipe.cfg.message.bytes, ratio)
         seconds = duration(time.monotonic() - begun)

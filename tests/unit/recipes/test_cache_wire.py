@@ -14,15 +14,24 @@ from lw_jax import recipes
 from lw_jax.commands import train
 from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
-from lw_jax.evals import cache_functions
+from lw_jax.core.types import Example
+from lw_jax.evals import cache_functions, cache_rows
 from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.inference.export import MOST_CACHE_BYTES
 from lw_jax.models import cache_codec, cache_message
+from lw_jax.recipes import cache_start
 from lw_jax.training import run_folder, wire_tensors
 from sharding import placement
 from tests import tiny
 
-CACHE = {"encoder__kind": "cache", "encoder__ratio": 2, "encoder__width": 200, "encoder__texts": 24, "train__steps": 0}
+CACHE = {
+    "encoder__kind": "cache",
+    "encoder__ratio": 2,
+    "encoder__width": 200,
+    "encoder__texts": 24,
+    "train__steps": 0,
+    "message__bytes": 130,
+}
 TEXT = "Mira keeps a copper lantern in the old mill. Tom keeps a silver bell in the new barn."
 QUESTION = "What does Mira keep?"
 LIMIT = 512  # positions of a window, and of LongRope's short frequencies
@@ -31,7 +40,7 @@ INT8 = 0.01  # nats between what readers say next, with a basis in int8 and in f
 
 
 def make_config(root, **changes):
-    cfg = tiny.make_config(root, **CACHE, message__bytes=130, mesh__placement="single", **changes)
+    cfg = tiny.make_config(root, **{**CACHE, "mesh__placement": "single", **changes})
     validation.validate(cfg)
     return cfg
 
@@ -92,9 +101,8 @@ def test_packed_and_masked_prompts_score_alike(wire, message):
         sent, mask = cache_message.of_section(section, width, 64, 2)
         packed, _ = next(wire._prompts([(message, QUESTION)], name))
         assert packed.kv_prefix is None and packed.packed is not None
-        held = sum(head.k.size for layer in packed.packed.heads for head in layer)
         config = wire.recipe.wire.readers[name].config
-        assert held <= 0.6 * 64 * config.layers * config.kv_heads * config.head_dim
+        assert int(packed.packed.count.sum()) <= 0.6 * 64 * config.layers * config.kv_heads
         fields = {"before": before(wire, name), "after": after(wire, name)}
         params, code = wire.frozen[name], wire.codes[name]
         masked = wire.functions.prompt_from_cache(params, code, fields, sent, mask, name)
@@ -111,7 +119,6 @@ def before(wire, name):
 
 
 def after(wire, name):
-    from lw_jax.core.types import Example
     from lw_jax.data import batches
 
     batch = batches.encode_prompts([Example("", "?", QUESTION, ())], layout=wire.recipe.layout)
@@ -135,11 +142,35 @@ def test_one_message_serves_several_ratios(wire, message):
         np.testing.assert_array_equal(section.levels > place, alone.levels > 0)
     np.testing.assert_array_equal(section.numbers, wire.section(message, "qwen").numbers)
     assert wire.at(2).read(several, "qwen", QUESTION) == wire.read(message, "qwen", QUESTION)
-    held = [sum(h.k.size for one in wire.at(r).prompt([section], [QUESTION], "qwen").packed.heads for h in one)
-            for r in (2, 4, 8)]  # fmt: skip
+    held = [wire.at(r).prompt([section], [QUESTION], "qwen").packed.count for r in (2, 4, 8)]
+    held = [int(count.sum()) for count in held]
     assert held[0] > 1.7 * held[1] > 2.5 * held[2]
     with pytest.raises(UserError, match=r"ratio=3.*\(2, 4, 8\)"):
         wire.at(3).read(several, "qwen", QUESTION)
+
+
+def test_batches_are_of_texts_alike_in_length_and_as_wide(wire):
+    examples = [Example("", "a " * n, QUESTION, ("bell",)) for n in (5, 2, 6, 1, 4)]
+    encoded = wire.recipe.encode(examples)
+    found = list(cache_rows.batches_by_length(encoded, range(len(encoded)), 2))
+    assert [batch["index"][batch["valid"]].tolist() for batch in found] == [[3, 1], [4, 0], [2]]
+    for batch in found:
+        own = batch["readers"]["qwen"]["own"]["mask"]
+        assert own.shape[1] <= cache_rows.round_columns(int(own.sum(axis=1).max()))
+    assert [cache_rows.round_columns(n) for n in (1, 64, 65, 96, 97, 640)] == [64, 64, 96, 96, 128, 768]
+
+
+def test_a_start_goes_without_held_out_texts_that_are_too_long(root, monkeypatch):
+    cfg = make_config(root, encoder__width=8, encoder__texts=16, encoder__ratio=1, data__overlong="drop")
+    recipe = recipes.make_whole(cfg, placement.place("single", recipes.reader_bytes(cfg)))
+    first_held_out = 7  # of one in eight
+    examples = [
+        Example("", f"Card {n}: a bell.{' It rings.' * 2000 * (n == first_held_out)}", QUESTION, ("bell",))
+        for n in range(16)
+    ]
+    monkeypatch.setattr(recipe, "examples", lambda split: examples)
+    codes = cache_start.start(recipe, recipe.load_frozen())
+    assert all(np.isfinite(code["step"]).all() and (code["step"] > 0).all() for code in codes.values())
 
 
 ROWS = ("text", "latents", "shuffled", "zero", "none", "swapped", "swapped_text")
