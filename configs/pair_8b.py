@@ -16,4 +16,6 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c = pair.get_config(recipe)
     c.llms.llama = models.llama31_8b()
     c.llms.qwen = models.qwen25_7b()
+    c.encoder.width = 2048
+    c.encoder.texts = 400
     return c

@@ -217,7 +217,7 @@ def test_folder_without_a_run_or_without_a_checkpoint_is_refused(root, tmp_path)
 @pytest.fixture
 def ask(wire, monkeypatch, tmp_path):
     """Runs `answer` on the wire that is already open; returns what goes to standard output, as bytes, and to stderr."""
-    monkeypatch.setattr(trained_wire, "open_wire", lambda cfg, path: wire)
+    monkeypatch.setattr(trained_wire, "open_wire", lambda cfg, path, readers: wire)
 
     def start(capture, **asked):
         assert tiny.ask(wire.recipe.cfg, tmp_path, **asked) == 0
@@ -259,6 +259,6 @@ def test_a_text_too_long_for_a_reader_loses_neither_message_nor_answers(wire, as
     ],
 )
 def test_what_cannot_be_sent_or_read_is_refused_before_the_wire_is_opened(wire, monkeypatch, asked, words):
-    monkeypatch.setattr(trained_wire, "open_wire", lambda cfg, path: pytest.fail("opened"))
+    monkeypatch.setattr(trained_wire, "open_wire", lambda cfg, path, readers: pytest.fail("opened"))
     with pytest.raises(UserError, match=words):
         tiny.ask(wire.recipe.cfg, Path(), **asked)
