@@ -43,8 +43,8 @@ quick: $(VENV)/.dev
 slow: $(VENV)/.dev
 	$(PYTEST) -m slow
 
-# Not in `test-all`. What failed lies in chaos-failures/ with a command that reads it again; the code is then not 0.
-chaos: $(VENV)/.dev  ## kills, damage, mutated input, full disks and a dying process, for MINUTES=10, from SEED=0
+# Not in `test-all`. Runs that failed lie in chaos-failures/, pytest tells the inputs; the code is then not 0.
+chaos: $(VENV)/.dev  ## kills, damage, mutated input and full disks, for MINUTES=10, from SEED=0
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0)
 
 lint: $(VENV)/.dev

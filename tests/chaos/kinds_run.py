@@ -107,10 +107,10 @@ _SLOTS, _WIDTH = 7, 13
 _FRAME = struct.Struct("<4sBBHH8sI")
 
 
-def _write_message(folder: Path, bits: int = 16) -> None:
+def _write_message(folder: Path) -> None:
     values = np.random.default_rng(0).normal(size=(_SLOTS, _WIDTH)).astype(np.float32)
     values /= np.sqrt(np.mean(values**2, axis=1, keepdims=True))
-    (folder / MESSAGE).write_bytes(codec.pack(values, bits=bits, encoder=ENCODER))
+    (folder / MESSAGE).write_bytes(codec.pack(values, bits=16, encoder=ENCODER))
 
 
 def signed(message: bytes, **changes: Any) -> bytes:
@@ -190,95 +190,35 @@ FILE, FLAGS = "config.py", "flags.json"
 _HEAD = "from configs import base\n\n\ndef get_config():\n    c = base.get_config({recipe!r})\n{body}    return c\n"
 _READER = "    c.llms.llama = base.llm('readers/llama')\n    c.encoder.kind = 'bytes'\n"
 _RECIPES = ("latentwire", "dpo", "ttt")
-_VALUES = [
-    "None",
-    "True",
-    "5",
-    "-1",
-    "0",
-    "0.5",
-    "1e300",
-    "float('nan')",
-    "float('inf')",
-    "-float('inf')",
-    "10**30",
-    "2**31",
-]
-_VALUES += ["10**5000", "'x'", "''", "'@\\ud800'", "[]", "(1, 'x')", "{}", "{'x': 1}", "object()", "lambda: 1", "b'x'"]
-_VALUES += ["(1,) * 5", "'a' * 10**6", "{1}", "1j"]
-_WORDS = [
-    "",
-    "nan",
-    "inf",
-    "-inf",
-    "1e999",
-    "0",
-    "-1",
-    "1" * 5000,
-    "10" + "0" * 29,
-    "x",
-    "()",
-    "(1,",
-    "[]",
-    "None",
-    "True",
-    "1.5",
-]
-_WORDS += [
-    "(1,2)",
-    "1,2",
-    "__import__('os')",
-    "\ud800",
-    "a\nb",
-    "{}",
-    "'",
-    "(" * 200,
-    "9" * 19,
-    "0x10",
-    "1_000",
-    "٣",
-    "1e5",
-]
+_VALUES = ["None", "True", "-1", "0.5", "1e300", "float('nan')", "-float('inf')", "10**30", "10**5000", "1j"]
+_VALUES += ["'x'", "''", "'@\\ud800'", "[]", "(1, 'x')", "{}", "{'x': 1}", "object()", "b'x'", "'a' * 10**6"]
+_WORDS = ["", "nan", "-inf", "1e999", "-1", "1" * 5000, "10" + "0" * 29, "x", "(1,", "[]", "None", "1.5", "1,2"]
+_WORDS += ["__import__('os')", "\ud800", "a\nb", "{}", "'", "(" * 200, "0x10", "1_000", "٣"]
 _BODIES = {
     "raises": "    raise RuntimeError('x')\n",
-    "raises of keys": "    c.nothing.more = 5\n",
-    "divides by zero": "    c.train.steps = 1 // 0\n",
     "exits": "    raise SystemExit(0)\n",
     "recursion": "    return get_config()\n",
-    "asserts": "    assert False\n",
-    "user error of two lines": "    raise ValueError('a\\nb')\n",
     "returns None": "    return None\n",
-    "returns a dict": "    return c.to_dict()\n",
     "section for a value": "    c.train = 5\n",
     "value for a section": "    c.seed = c.train\n",
     "new key": "    c.unlock()\n    c.nothing = 5\n",
-    "new key in a section": "    c.train.unlock()\n    c.train.nothing = 5\n",
     "lost key": "    del c.train\n",
-    "lost recipe": "    del c.recipe\n",
     "recipe unknown": "    c.recipe = 'nothing'\n",
-    "reader a number": "    c.llms.llama = 5\n",
     "reader a name that is no name": "    c.llms['a/b'] = base.llm('x')\n",
     "no reader": "    c.llms = {}\n",
     "template with conversion": "    c.prompt.user = '{context!r} {question}'\n",
     "template with width": "    c.prompt.user = '{context:>1000000000} {question}'\n",
-    "template with attribute": "    c.prompt.user = '{context.__class__} {question}'\n",
-    "template with index": "    c.prompt.user = '{context[0]} {question}'\n",
     "template nested": "    c.prompt.user = '{context:{question}} {question}'\n",
     "cards 10^30": "    c.data.cards = 10**30\n",
-    "steps 10^30": "    c.train.steps = 10**30\n",
-    "slots 10^30": "    c.encoder.slots = 10**30\n",
     "seed 10^30": "    c.seed = 10**30\n",
 }
 _SOURCES = {
     "empty": "",
     "raises": "raise RuntimeError('x')\n",
-    "imports nothing": "import nothing_of_this_name\n",
     "exits": "import sys\nsys.exit(3)\n",
     "get_config a number": "get_config = 5\n",
-    "get_config with two": "def get_config(a, b):\n    return 5\n",
     "null bytes": "x = '\0'\n",
     "deep": "x = " + "(" * 5000 + ")" * 5000 + "\n",
-    "indentation": "def get_config():\nreturn 5\n",
     "surrogate escape": "x = '\\ud800'\nraise ValueError(x)\n",
 }
 _OWN_FLAGS = {
@@ -337,9 +277,6 @@ def _explicit_configs(sample: Sample) -> dict[str, Files]:
     found: dict[str, Files] = {f"body {name}": {FILE: _file(body)} for name, body in _BODIES.items()}
     found |= {f"file {name}": {FILE: text.encode("utf-8", "surrogatepass")} for name, text in _SOURCES.items()}
     found["file not UTF-8"] = {FILE: b"x = '\xff'\n"}
-    templates = ("{context!r} {question}", "{context:>1000000000} {question}", "{context", "{0}", "{context}" * 3)
-    for template in templates:
-        found[f"flag {template[:20]}"] = {FLAGS: _flags(f"--config.prompt.user={template}")}
     found["flag cards"] = {FLAGS: _flags(f"--config.data.cards={10**30}")}
     return found
 
@@ -458,7 +395,6 @@ def _judge_restored(restored: Any, folder: Path, changed: bool) -> str:
 
 KINDS = [
     Kind(
-        row="eval.json, metrics of a folder, for `report`",
         name="report",
         write=_write_wire,
         mutate=_mutate_folder,
@@ -467,35 +403,21 @@ KINDS = [
         explicit=_explicit_folder,
     ),
     Kind(
-        row="eval.json, metrics of a folder, for `report`",
         name="report-language",
         write=_write_language,
         mutate=_mutate_folder,
         load=lambda folder: door(["report", "--workdir", str(folder)]),
         judge=_judge_page,
-        weight=0.5,
     ),
     Kind(
-        row="messages",
         name="message",
         write=_write_message,
         mutate=lambda sample: mutations.files(sample, {MESSAGE: [_changed_message(sample[MESSAGE])]}),
         load=_read_message,
         judge=_judge_message,
         explicit=_explicit_messages,
-        weight=0.7,
     ),
     Kind(
-        row="messages",
-        name="message-4-bits",
-        write=lambda folder: _write_message(folder, 4),
-        mutate=lambda sample: mutations.files(sample, {MESSAGE: [_changed_message(sample[MESSAGE])]}),
-        load=_read_message,
-        judge=_judge_message,
-        weight=0.5,
-    ),
-    Kind(
-        row="configuration files and flags",
         name="configuration",
         write=_write_config,
         mutate=lambda sample: _changed_config(),
@@ -504,7 +426,6 @@ KINDS = [
         explicit=_explicit_configs,
     ),
     Kind(
-        row="runs of W&B and MLflow that a folder names",
         name="service",
         write=lambda folder: (folder / SERVICE).write_bytes(_RECORD),
         mutate=lambda sample: mutations.files(
@@ -512,10 +433,8 @@ KINDS = [
         ),
         load=lambda folder: sinks.read_record(folder / SERVICE),
         judge=_judge_record,
-        weight=0.3,
     ),
     Kind(
-        row="checkpoints and their record.json",
         name="checkpoint",
         write=_write_checkpoints,
         mutate=_mutate_checkpoints,

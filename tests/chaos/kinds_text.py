@@ -13,7 +13,6 @@ from lw_jax.data import documents, examples, pairs, passages
 from tests.chaos import mutations
 from tests.chaos.cases import Kind, Sample
 
-ROW = "JSON lines, SQuAD, Hotpot, pairs, passages, documents"
 EXAMPLE = {"id": "a1", "context": "Mara lives in Lisbon.", "question": "Where does Mara live?", "answers": ["Lisbon"]}
 OTHER = {"context": "Tom is a baker.", "question": "What is Tom?", "answer": "a baker", "is_impossible": False}
 ANSWER = {"text": "Lisbon", "answer_start": 14}
@@ -99,13 +98,11 @@ def _kind(name: str, file: str, content: bytes | Callable[[Path], object], read:
         return mutations.files(sample, {file: changed})
 
     return Kind(
-        row=ROW,
         name=name,
         write=content if callable(content) else lambda folder: (folder / file).write_bytes(content),
         mutate=mutate,
         load=lambda folder: list(read(str(folder / file))),
         judge=_judge,
-        weight=0.2,
     )
 
 

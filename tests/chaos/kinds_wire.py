@@ -113,4 +113,4 @@ def _mutate(sample: Sample) -> Any:
     return mutations.files(sample, makers) | signed
 
 
-KINDS = [Kind(row="exported wires", name="wire", write=_write, mutate=_mutate, load=_load, judge=_judge, weight=0.6)]
+KINDS = [Kind(name="wire", write=_write, mutate=_mutate, load=_load, judge=_judge)]

@@ -14,14 +14,10 @@ def sizes(count: int, **axes: int) -> dict[str, int]:
     return dict(meshes.make(devices=jax.devices()[:count], **axes).shape)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
-def test_data_takes_all_devices_by_default(count):
-    assert sizes(count) == {"data": count, "model": 1}
-
-
 @pytest.mark.parametrize(
     ("count", "axes", "wanted"),
     [
+        (7, {}, (7, 1)),
         (8, {"model": 2}, (4, 2)),
         (4, {"model": 4}, (1, 4)),
         (8, {"data": 2, "model": -1}, (2, 4)),
@@ -37,11 +33,6 @@ def test_axes_are_auto_and_neighbours_lie_along_model():
     assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
     assert mesh.devices.shape == (4, 2)
     assert [device.id for device in mesh.devices[1]] == [2, 3]
-
-
-def test_smaller_mesh_takes_the_first_devices():
-    mesh = meshes.make(data=3, model=1)
-    assert [device.id for device in mesh.devices.flat] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -44,15 +44,6 @@ def test_cut_holds_the_batch_and_as_little_filling_as_its_accumulation_allows(
     assert not any(place.Cut(other, data_axis, found.accumulation).filling for other in found.full_batches)
 
 
-def test_filling_is_told_with_the_batches_that_have_none():
-    assert place.cut(global_batch=64, micro_batch=0, data_axis=3).full_batches == [63, 66]
-    found = place.cut(global_batch=32, micro_batch=7, data_axis=2)
-    assert (found.full_batches, found.full_micro_batches, found.filling) == ([30, 36], [4, 8], 4)
-    told = found.describe(micro_batch=True)
-    assert all(words in told for words in ("4 of 36 rows", "train.global_batch=30 or 36", "train.micro_batch=4 or 8"))
-    assert "micro_batch" not in found.describe()
-
-
 @pytest.mark.parametrize(
     ("global_batch", "micro_batch", "data_axis", "words"),
     [
@@ -85,25 +76,13 @@ def test_micro_batches_to_try_are_those_that_divide_and_of_uneven_shares_those_w
 
 
 @pytest.mark.parametrize(
-    ("batch", "count", "used"),
-    [
-        (64, 3, 3),
-        (64, 5, 5),
-        (64, 6, 6),
-        (64, 7, 7),
-        (8, 7, 4),
-        (8, 3, 3),
-        (3, 8, 3),
-        (1, 2, 1),
-        (12, 8, 6),
-        (16, 8, 8),
-    ],
+    ("batch", "count", "used"), [(64, 7, 7), (8, 7, 4), (8, 3, 3), (3, 8, 3), (1, 2, 1), (12, 8, 6), (16, 8, 8)]
 )
 def test_devices_are_used_as_long_as_they_make_the_largest_share_smaller(batch, count, used):
     assert place.spread(batch, count) == used
 
 
-@pytest.mark.parametrize(("data", "steps"), [(data, steps) for data in COUNTS for steps in (1, 3)])
+@pytest.mark.parametrize(("data", "steps"), [(1, 3), (4, 1), (8, 3)])
 def test_every_example_arrives_once_with_its_own_row_on_every_mesh(data, steps):
     batch = make_batch(24)
     placed = place.put_batch(batch, mesh_of(data), accumulation=steps)
@@ -117,27 +96,10 @@ def test_every_example_arrives_once_with_its_own_row_on_every_mesh(data, steps):
     np.testing.assert_array_equal(np.asarray(placed["source"]["mask"]), batch["source"]["mask"][index])
 
 
-@pytest.mark.parametrize("data", COUNTS)
-def test_sum_over_the_step_is_the_same_on_every_mesh_and_accumulation(data):
-    batch = make_batch(24)
-    total = jax.jit(lambda placed: jnp.sum(placed["source"]["ids"] * placed["source"]["mask"].astype(jnp.int32)))
-    wanted = int((batch["source"]["ids"] * batch["source"]["mask"]).sum())
-    for steps in (1, 3):
-        assert int(total(place.put_batch(batch, mesh_of(data), accumulation=steps))) == wanted
-
-
 def test_batch_is_whole_along_the_model_axis():
     placed = place.put_batch(make_batch(8), mesh_of(2, 4), accumulation=2)
     assert placed["index"].sharding.shard_shape((2, 4)) == (2, 2)
     assert len(placed["index"].sharding.device_set) == 8
-
-
-@pytest.mark.parametrize("data", COUNTS)
-def test_evaluation_batch_keeps_its_order(data):
-    batch = make_batch(16)
-    placed = place.put_eval(batch, mesh_of(data))
-    assert placed["index"].sharding.spec == P("data")
-    np.testing.assert_array_equal(np.asarray(placed["source"]["ids"]), batch["source"]["ids"])
 
 
 def test_batch_that_does_not_divide_is_refused_with_its_path():
@@ -147,16 +109,6 @@ def test_batch_that_does_not_divide_is_refused_with_its_path():
         place.put_batch(make_batch(10), mesh_of(4), accumulation=2)
     with pytest.raises(PlacementError, match=r"batch/index \(10,\): 10 examples do not divide into 3 micro-batches"):
         place.put_batch(make_batch(10), mesh_of(1), accumulation=3)
-
-
-@pytest.mark.parametrize("data", COUNTS)
-def test_replicated_tree_is_whole_on_every_device(data):
-    tree = {"w": np.arange(21, dtype=np.float32).reshape(7, 3)}
-    mesh = mesh_of(data)
-    placed = place.replicate(tree, mesh)["w"]
-    assert len(placed.addressable_shards) == data
-    for shard in placed.addressable_shards:
-        np.testing.assert_array_equal(np.asarray(shard.data), tree["w"])
 
 
 def test_device_bytes_counts_the_share_of_one_device():

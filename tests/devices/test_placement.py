@@ -50,32 +50,16 @@ def test_data_axis_is_the_same_everywhere_and_no_device_is_named_twice(strategy,
     assert placed.meshes[0] == placed.learner
 
 
-@pytest.mark.parametrize(("strategy", "count"), [case for case in LEGAL if case[0] in ("replicate", "fsdp", "tensor")])
-def test_one_mesh_takes_every_device_along_data(strategy, count):
-    placed = put(strategy, count)
-    rows = [[n] for n in range(count)]
-    assert layout(placed) == {"llama": (rows, strategy), "qwen": (rows, strategy)}
-    assert ids(placed.learner) == rows
-
-
 @pytest.mark.parametrize("count", COUNTS)
 def test_single_takes_the_first_device_however_many_there_are(count):
     placed = put("single", count)
     assert layout(placed) == {"llama": ([[0]], "replicate"), "qwen": ([[0]], "replicate")}
-    rest = f"; {count - 1} of {count} devices stay unused" if count > 1 else ""
-    assert placed.describe(available=count) == f"placement single: data=1 x model=1 on 1 cpu{rest}"
+    assert (f"{count - 1} of {count} devices" in placed.describe(available=count)) == (count > 1)
 
 
 @pytest.mark.parametrize(
     ("count", "model", "rows"),
-    [
-        (2, 2, [[0, 1]]),
-        (3, 3, [[0, 1, 2]]),
-        (4, 2, [[0, 1], [2, 3]]),
-        (6, 3, [[0, 1, 2], [3, 4, 5]]),
-        (8, 4, [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        (8, -1, [[0, 1, 2, 3, 4, 5, 6, 7]]),
-    ],
+    [(3, 3, [[0, 1, 2]]), (6, 3, [[0, 1, 2], [3, 4, 5]]), (8, -1, [[0, 1, 2, 3, 4, 5, 6, 7]])],
 )
 def test_tensor_gives_neighbours_to_the_model_axis_and_the_rest_to_data(count, model, rows):
     placed = put("tensor", count, data=1 if model == -1 else -1, model=model)
@@ -86,14 +70,10 @@ def test_tensor_gives_neighbours_to_the_model_axis_and_the_rest_to_data(count, m
 @pytest.mark.parametrize("count", [2, 4, 6, 8])
 def test_split_gives_each_reader_its_own_half(count):
     half = count // 2
+    assert layout(put("split", 8, model=2))["llama"] == ([[0, 1], [2, 3]], "tensor")
     found = layout(put("split", count))
     assert found["llama"] == ([[n] for n in range(half)], "replicate")
     assert found["qwen"] == ([[n] for n in range(half, count)], "replicate")
-
-
-def test_split_over_a_model_axis_splits_the_weights_too():
-    found = layout(put("split", 8, model=2))
-    assert found == {"llama": ([[0, 1], [2, 3]], "tensor"), "qwen": ([[4, 5], [6, 7]], "tensor")}
 
 
 def test_split_of_three_readers_gives_thirds():
@@ -108,10 +88,9 @@ def test_split_with_a_named_data_axis_leaves_the_other_devices_and_says_so():
     assert placed.describe(available=8).endswith("on 4 cpu; 4 of 8 devices stay unused")
 
 
-@pytest.mark.parametrize("count", [3, 4, 6, 8])
 @pytest.mark.parametrize("readers", [PAIR, {"llama": 15, "qwen": 16}])
-def test_hybrid3_gives_two_devices_to_the_larger_reader(count, readers):
-    placed = put("hybrid3", count, readers)
+def test_hybrid3_gives_two_devices_to_the_larger_reader(readers):
+    placed = put("hybrid3", 4, readers)
     larger, smaller = sorted(readers, key=readers.__getitem__, reverse=True)
     assert layout(placed)[larger] == ([[0, 1]], "tensor")
     assert layout(placed)[smaller] == ([[2]], "replicate")
@@ -125,45 +104,6 @@ def test_hybrid3_gives_two_devices_to_the_larger_reader(count, readers):
 )
 def test_hybrid4_gives_pairs_and_the_batch_over_the_pairs(count, llama, qwen):
     assert layout(put("hybrid4", count)) == {"llama": (llama, "tensor"), "qwen": (qwen, "tensor")}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "count", "axes", "line"),
-    [
-        ("replicate", 4, {}, "placement replicate: data=4 x model=1 on 4 cpu"),
-        ("fsdp", 3, {}, "placement fsdp: data=3 x model=1 on 3 cpu"),
-        ("tensor", 8, {"model": 4}, "placement tensor: data=2 x model=4 on 8 cpu"),
-        (
-            "tensor",
-            8,
-            {"data": 1, "model": 2},
-            "placement tensor: data=1 x model=2 on 2 cpu; 6 of 8 devices stay unused",
-        ),
-        (
-            "split",
-            2,
-            {},
-            "placement split: trainable parameters on 0 (data=1 x model=1), llama on 0 (data=1 x model=1), "
-            "qwen on 1 (data=1 x model=1) on 2 cpu",
-        ),
-        (
-            "hybrid3",
-            4,
-            {},
-            "placement hybrid3: trainable parameters on 0-1 (data=1 x model=2), llama on 0-1 (data=1 x model=2), "
-            "qwen on 2 (data=1 x model=1) on 3 cpu; 1 of 4 devices stay unused",
-        ),
-        (
-            "hybrid4",
-            8,
-            {},
-            "placement hybrid4: trainable parameters on 0-3 (data=2 x model=2), llama on 0-3 (data=2 x model=2), "
-            "qwen on 4-7 (data=2 x model=2) on 8 cpu",
-        ),
-    ],
-)
-def test_one_line_says_where_everything_lies(strategy, count, axes, line):
-    assert put(strategy, count, **axes).describe(available=count) == line
 
 
 @pytest.mark.parametrize(("strategy", "count"), REFUSED)
@@ -202,8 +142,3 @@ def foreign(process_of: list[int]) -> list[types.SimpleNamespace]:
 def test_readers_apart_over_several_processes_are_refused(strategy):
     with pytest.raises(PlacementError, match=rf"'{strategy}' over several processes.*use replicate, fsdp or tensor"):
         placement.place(strategy, PAIR, devices=foreign([0, 0, 1, 1]))
-
-
-def test_single_over_several_processes_is_refused():
-    with pytest.raises(PlacementError, match="1 of 4 devices over 2 processes"):
-        placement.place("single", PAIR, devices=foreign([0, 0, 1, 1]))

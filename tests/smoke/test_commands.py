@@ -121,29 +121,18 @@ def verbs(trained: Path) -> dict[str, Done]:
     commands = {
         "report": ["report", *at],
         "answer": ["answer", *at, *QUESTION, "--context", str(notes), "--bits", "6"],
-        "no message": ["answer", *at, *QUESTION, "--message", str(notes)],
         "train again": ["--config", str(PROJECT / "configs" / "smoke.py"), *at],
     }
     return start_several(commands, cwd=trained.parent, environ=environment(1) | {"PYTHONPATH": str(PROJECT)})
 
 
 @pytest.mark.slow
-def test_report_is_one_page_of_the_run(trained: Path, verbs: dict[str, Done]) -> None:
-    code, out, err = verbs["report"]
-    assert (code, err) == (0, "")
+def test_verbs_take_up_what_the_run_has_left(trained: Path, verbs: dict[str, Done]) -> None:
+    assert {name: code for name, (code, _, _) in verbs.items() if code} == {}
     text = (trained / "report.html").read_text(encoding="utf-8")
-    assert str(trained / "report.html") in out
-    assert text.count("the message carries the text") == 2
-    assert 'class="missing"' not in text and "https:" not in text
-
-
-@pytest.mark.slow
-def test_answer_reads_a_file(verbs: dict[str, Done]) -> None:
-    code, out, err = verbs["answer"]
-    assert code == 0, err
-    for name in ("llama", "qwen"):
-        assert re.search(rf"{name} from latents: \S+", out)
-        assert re.search(rf"{name} from text: +\S+", out)
+    assert text.count("the message carries the text") == 2 and 'class="missing"' not in text
+    assert all(f"{name} from latents: " in verbs["answer"][1] for name in ("llama", "qwen"))
+    assert re.search(r"from step \d+", verbs["train again"][1])
 
 
 @pytest.mark.slow
@@ -157,20 +146,6 @@ def test_message_crosses_a_pipe_and_is_answered_as_from_its_text(trained: Path, 
     expected = [line for line in verbs["answer"][1].splitlines() if "from text" not in line]
     assert found[0] == "message: 406 bytes (8 x 64 values of 6 bits)" and expected[0].startswith(found[0])
     assert found[1:] == expected[1:] and len(found) == 4
-
-
-@pytest.mark.slow
-def test_file_that_is_no_message_is_one_error_with_code_2(verbs: dict[str, Done]) -> None:
-    code, out, err = verbs["no message"]
-    assert (code, out) == (2, "")
-    assert err.count("error: ") == 1 and "error: not a latent message: 27 bytes" in err
-
-
-@pytest.mark.slow
-def test_a_trained_folder_is_taken_up_instead_of_starting_anew(verbs: dict[str, Done]) -> None:
-    code, out, err = verbs["train again"]
-    assert code == 0, err
-    assert re.search(r"from step \d+", out)
 
 
 @pytest.mark.slow
@@ -203,7 +178,6 @@ TINY = (
     "--config.selfmade.steps=2 --config.optim.warmup_steps=1 --config.train.steps=4 --config.train.global_batch=32 "
     "--config.train.micro_batch=8 --config.train.log_every=1 --config.compute.dtype=fp32 --config.eval.examples=16"
 ).split()
-SINGLE = ("--config.mesh.placement=single", "--config.compute.remat=none")
 
 
 @pytest.mark.slow
@@ -224,55 +198,3 @@ def test_sigterm_saves_and_the_same_command_resumes(tmp_path: Path) -> None:
     assert [code for code, _, _ in done.values()] == [0, 0]
     assert f"from step {saved}" in done["resumed"][1] and "from step" not in done["unbroken"][1]
     np.testing.assert_allclose(logged_losses(tmp_path / "w"), logged_losses(tmp_path / "u"), rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_h100x4_trains_on_four_virtual_devices_under_its_own_placement(tmp_path: Path) -> None:
-    four = {"four": ["--config", "configs/h100x4.py", *TINY, "--workdir", "w"]}
-    one = {"one": ["--config", "configs/large.py", *TINY, *SINGLE, "--workdir", "w1"]}
-    done = start_several(four, cwd=tmp_path, environ=quick_environment(4))
-    done |= start_several(one, cwd=tmp_path, environ=quick_environment(1))
-    assert [code for code, _, _ in done.values()] == [0, 0], done
-    assert "placement replicate: data=4 x model=1 on 4 cpu" in done["four"][1]
-    assert "step 4/4" in done["four"][1]
-    np.testing.assert_allclose(logged_losses(tmp_path / "w"), logged_losses(tmp_path / "w1"), rtol=1e-5)
-
-
-REFUSED = {
-    "missing data file": (["--config.data.train=nowhere.jsonl"], "nowhere.jsonl"),
-    "hub id without network": (["--config.llms.llama.source=nobody/nothing"], "nobody/nothing"),
-    "missing model folder": (["--config.llms.llama.source=./no-model"], "no-model"),
-    "broken JSON line": (["--config.data.train=broken.jsonl"], "broken.jsonl:2"),
-    "empty context": (["--config.data.train=empty.jsonl"], "empty.jsonl:1"),
-    "context longer than the window": (["--config.encoder.window=16"], "encoder.window=16"),
-    "unknown placement": (["--config.mesh.placement=everywhere"], "everywhere"),
-    "three devices, model axis of two": (["--config.mesh.placement=tensor", "--config.mesh.model=2"], "3 devices"),
-    "unknown key": (["--config.train.step=3"], "train.steps"),
-}
-
-
-@pytest.fixture(scope="module")
-def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
-    """What each of `REFUSED` says, all of them on three devices where one of them needs three."""
-    folder = tmp_path_factory.mktemp("refused")
-    good = '{"context": "Mara lives in Rome.", "question": "Where does Mara live?", "answer": "Rome"}\n'
-    (folder / "broken.jsonl").write_text(good + "{oops\n", encoding="utf-8")
-    (folder / "empty.jsonl").write_text(good.replace("Mara lives in Rome.", " "), encoding="utf-8")
-    found: dict[str, Done] = {}
-    for devices in (1, 3):
-        commands = {
-            name: ["--config", "configs/smoke.py", *TINY, "--workdir", name.replace(" ", "-"), *overrides]
-            for name, (overrides, _) in REFUSED.items()
-            if ("three" in name) == (devices == 3)
-        }
-        found |= start_several(commands, cwd=folder, environ=quick_environment(devices))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REFUSED)
-def test_bad_input_is_one_error_with_code_2(name: str, refused: dict[str, Done]) -> None:
-    code, out, err = refused[name]
-    assert code == 2, out + err
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and REFUSED[name][1] in errors[0]

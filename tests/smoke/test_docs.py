@@ -29,7 +29,6 @@ MARK = re.compile(r"\b(GPU|hub|PyPI|cluster|hours|\d+ (s|min|h))\b")
 STARTS = ("python ", "make ", "pytest ", "pip ", "XLA_FLAGS=")
 PLACEHOLDER = re.compile(r"\b[A-Z]{4,}\b")  # a file that the reader names
 FOLDERS = ("lw_jax/", "sharding/", "configs/", "tests/", "docs/", "examples/", "benchmarks/")
-README_LINES = 100
 
 
 EARLIER = re.compile(r"\b[Cc]ommit\s+[0-9a-f]{7}\b")  # in a section: what it names is that commit's
@@ -288,7 +287,3 @@ def test_drawing_of_the_packages_is_the_tested_order() -> None:
     drawn = [[word.strip() for word in row] for row in drawn if row != ["|"]]
     tested = [[name.removeprefix("lw_jax.") for name in names if name != "lw_jax"] for names in FLOORS]
     assert drawn == [names for names in tested[::-1] if names]
-
-
-def test_readme_is_one_page() -> None:
-    assert len((PROJECT / "README.md").read_text("utf-8").splitlines()) <= README_LINES

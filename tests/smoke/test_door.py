@@ -40,11 +40,6 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
     return recorded
 
 
-def _start(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(PROJECT / "run.py"), *argv]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
-
-
 @pytest.mark.parametrize(
     "argv",
     [
@@ -59,11 +54,6 @@ def test_verb_may_stand_anywhere_and_is_train_when_left_out(calls: list[dict[str
     (call,) = calls
     assert (call["verb"], call["cfg"].seed, call["workdir"]) == ("train", 7, Path("w"))
     assert run_folder.read_config(Path("w")) == call["cfg"]
-
-
-def test_folder_of_a_run_is_named_by_file_and_recipe(calls: list[dict[str, Any]]) -> None:
-    assert run.main(["--config", "configs/smoke.py:latentwire"]) == 0
-    assert calls[0]["workdir"] == Path("runs/smoke-latentwire")
 
 
 def test_one_process_of_several_writes_the_folder(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,18 +71,9 @@ def test_eval_of_a_folder_takes_the_saved_configuration(calls: list[dict[str, An
     cfg = calls[1]["cfg"]
     assert (calls[1]["verb"], cfg.seed, cfg.eval.examples, cfg.mesh.placement) == ("eval", 7, 5, "single")
     assert Path("w/config.json").read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    "argv", [["--config.seed=8"], [*SMOKE], [*SMOKE, "--config.seed=7", "--config.encoder.slots=9"]]
-)
-def test_eval_that_means_another_run_is_refused(
-    calls: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], argv: list[str]
-) -> None:
-    assert run.main([*SMOKE, "--config.seed=7", "--workdir", "w"]) == 0
-    assert run.main(["eval", "--workdir", "w", *argv]) == 2
-    assert "the run there differs in" in capsys.readouterr().err
-    assert len(calls) == 1
+    for argv in (["--config.seed=8"], [*SMOKE]):
+        assert run.main(["eval", "--workdir", "w", *argv]) == 2
+    assert len(calls) == 2, "another run is not evaluated"
 
 
 @pytest.mark.parametrize("error", [UserError("mend this"), PlacementError("mend this")])
@@ -107,68 +88,35 @@ def test_error_of_a_verb_that_the_user_can_mend_is_one_line(
     assert capsys.readouterr().err.splitlines()[-1] == "error: mend this"
 
 
-@pytest.mark.parametrize(("code", "expected"), [(None, 0), (0, 0), (75, 75)])
-def test_exit_code_of_a_verb_is_passed_on(
-    calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, code: int | None, expected: int
-) -> None:
-    monkeypatch.setattr(train, "main", lambda *_: code)
-    assert run.main(SMOKE) == expected
-
-
-def test_interrupt_ends_with_130(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train, "main", interrupt)
-    assert run.main(SMOKE) == 130
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "--config FILE is needed"),
-        (["eval"], "--config FILE or --workdir DIR of a trained run is needed"),
-        (["shwo", *SMOKE], "'shwo'; did you mean 'show'?"),
-        (["evl", "--workdir", "w"], "unknown command 'evl'; did you mean 'eval'?"),
-        ([*SMOKE, "xyz"], "unrecognized arguments: xyz"),
-        (["", *SMOKE], "unknown command ''"),
-        (["train", "eval", *SMOKE], "unrecognized arguments: eval"),
-        (["eval", "--workdir"], "argument --workdir: expected one argument"),
-        (["eval", "--workdir", *SMOKE], "argument --workdir: expected one argument"),
-        ([*SMOKE, "--config.seed"], "--config.seed: a value"),
+        ([], "--config"),
+        (["eval"], "--workdir"),
+        (["evl", "--workdir", "w"], "'eval'"),
+        ([*SMOKE, "xyz"], "xyz"),
+        (["eval", "--workdir", *SMOKE], "--workdir"),
+        ([*SMOKE, "--config.seed"], "--config.seed"),
         ([*SMOKE, "--wrokdir", "w"], "--wrokdir; did you mean '--workdir'?"),
-        ([*SMOKE, "--work=w"], "--work; did you mean '--workdir'?"),
-        ([*SMOKE, "-x"], "unknown flag -x; see"),
-        (["--config", "configs/smok.py"], "Did you mean 'configs/smoke.py'?"),
-        (["--config", "configs/smoke.py:latentwrie"], "Did you mean 'latentwire'?"),
-        ([*SMOKE, "--config.train.step=3"], "Did you mean 'train.steps'?"),
-        ([*SMOKE, "--config.train.steps=x"], "--config.train.steps=x: "),
+        (["--config", "configs/smok.py"], "'configs/smoke.py'"),
+        (["--config", "configs/smoke.py:latentwrie"], "'latentwire'"),
+        ([*SMOKE, "--config.train.step=3"], "'train.steps'"),
+        ([*SMOKE, "--config.train.steps=x"], "--config.train.steps=x"),
         ([*SMOKE, "--config.encoder.slots=0"], "encoder.slots = 0"),
-        ([*SMOKE, "--question", "a?"], "--question belongs to 'answer', not to 'train'"),
-        ([*SMOKE, "--slots", "0"], "--slots belongs to 'answer', not to 'train'"),
-        (["answer", *SMOKE, "--question", "a?"], "--context FILE (a text) or --message FILE"),
-        (["answer", *SMOKE, "--context", "a", "--message", "b"], "--context FILE (a text) or --message FILE"),
-        (["answer", *SMOKE, "--context", "a"], "answer needs --question TEXT or --write FILE"),
-        (["answer", *SMOKE, "--message", "a"], "answer needs --question TEXT"),
-        (["answer", *SMOKE, "--message", "a", "--question", "b?", "--bits", "0"], "--bits sets"),
-        (
-            ["answer", *SMOKE, "--message", "a", "--question", "b?", "--write", "c"],
-            "--write sets",
-        ),
-        (["answer", *SMOKE, "--context", "a", "--question", "b?", "--write", "-"], "leave out --question, or write to"),
-        (
-            ["answer", *SMOKE, "--context", "a", "--write", "-", "--bits", "four"],
-            "argument --bits: 'four': a whole number",
-        ),
-        (["generate", *SMOKE, "--prompt", "a", "--temperature", "nan"], "argument --temperature: 'nan': a number"),
-        (["generate", *SMOKE, "--prompt", "a", "--tokens", "1" * 5000], "argument --tokens: '1"),
-        (["generate", "--workdir", "w", "--prompt", "a\udcff"], "argument --prompt: 'a\\udcff': character 2"),
-        (["slurm", *SMOKE, "--hours", "inf"], "argument --hours: 'inf': a number"),
-        (["slurm", "--workdir", "runs/mine", "--target", "h100x4"], "slurm needs --config FILE"),
-        (["answer", *SMOKE, "--message", "none.lwjx", "--question", "a?"], "--message none.lwjx: No such file"),
-        (["answer", *SMOKE, "--message", ".", "--question", "a?"], "--message .: Is a directory"),
-        (["answer", *SMOKE, "--question", "a?", "--context", "none.txt"], "--context none.txt"),
-        (["eval", "--workdir", "nowhere"], "nowhere/config.json: missing"),
+        ([*SMOKE, "--slots", "0"], "--slots belongs to 'answer'"),
+        (["answer", *SMOKE, "--question", "a?"], "--context"),
+        (["answer", *SMOKE, "--context", "a", "--message", "b"], "--message"),
+        (["answer", *SMOKE, "--context", "a"], "--question"),
+        (["answer", *SMOKE, "--message", "a", "--question", "b?", "--bits", "0"], "--bits"),
+        (["answer", *SMOKE, "--message", "a", "--question", "b?", "--write", "c"], "--write"),
+        (["answer", *SMOKE, "--context", "a", "--question", "b?", "--write", "-"], "--question"),
+        (["answer", *SMOKE, "--context", "a", "--write", "-", "--bits", "four"], "--bits: 'four'"),
+        (["generate", *SMOKE, "--prompt", "a", "--temperature", "nan"], "--temperature: 'nan'"),
+        (["generate", "--workdir", "w", "--prompt", "a\udcff"], "--prompt: 'a\\udcff'"),
+        (["slurm", *SMOKE, "--hours", "inf"], "--hours: 'inf'"),
+        (["slurm", "--workdir", "runs/mine", "--target", "h100x4"], "--config"),
+        (["answer", *SMOKE, "--message", "none.lwjx", "--question", "a?"], "--message none.lwjx"),
+        (["eval", "--workdir", "nowhere"], "nowhere/config.json"),
     ],
 )
 def test_bad_command_is_refused_in_one_line_with_code_2(
@@ -187,32 +135,11 @@ def test_every_example_of_the_help_is_accepted() -> None:
             assert parser.parse([name, *shlex.split(example)]).verb == name
 
 
-@pytest.mark.parametrize("argv", [["--version"], ["eval", "--version"]])
-def test_version_is_printed(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        run.main(argv)
-    assert (left.value.code, capsys.readouterr().out) == (0, f"LatentWire JAX {lw_jax.__version__}\n")
-
-
-def test_help_lists_every_command_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        run.main(["--help"])
-    out = capsys.readouterr().out
-    assert left.value.code == 0
-    assert all(f"\n  {verb:<10}{command.summary}\n" in out for verb, command in parser.COMMANDS.items())
-    assert all(f"\n  {parser.PROGRAM} {verb} " in out for verb in parser.COMMANDS if verb != parser.DEFAULT)
-
-
-@pytest.mark.parametrize("argv", [["answer", "--help"], ["--help", "answer"], ["--workdir", "w", "answer", "-h"]])
-def test_help_of_a_command_lists_its_own_flags_only(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        run.main(argv)
-    out = capsys.readouterr().out
-    own = parser.COMMANDS["answer"].flags
-    others = {flag for command in parser.COMMANDS.values() for flag in command.flags} - own.keys()
-    assert left.value.code == 0 and out.startswith("usage: python run.py answer ")
-    assert all(f"\n  {flag} " in out for flag in (*own, *parser.COMMON))
-    assert not [flag for flag in others if f"\n  {flag}" in out]
+def test_version_and_help_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, words in ((["--version"], lw_jax.__version__), (["answer", "--help"], "--question")):
+        with pytest.raises(SystemExit) as left:
+            run.main(argv)
+        assert left.value.code == 0 and words in capsys.readouterr().out
 
 
 def test_show_marks_where_each_value_comes_from(
@@ -227,12 +154,6 @@ def test_show_marks_where_each_value_comes_from(
     assert " config " in rows["encoder.width"] and " base " in rows["encoder.pooling"]
     assert "  seed: 0 -> 7" in done.out.splitlines()
     assert "\033" not in done.out and not list(tmp_path.iterdir())
-
-
-def test_show_as_json_is_read_by_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["show", *SMOKE, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["config"]["encoder.width"] == {"value": 64, "origin": "config"}
 
 
 # --- real processes: a pipe, exit codes, what is imported ---
@@ -262,59 +183,21 @@ runpy.run_path("run.py", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("both", ["", "2>&1"])
-def test_training_goes_on_where_the_reader_of_its_lines_has_left(tmp_path: Path, both: str) -> None:
-    command = f"set -o pipefail; {shlex.join([sys.executable, '-c', PRINTING, str(tmp_path / 'w')])} {both} | head -1"
+def test_training_goes_on_where_the_reader_of_its_lines_has_left(tmp_path: Path) -> None:
+    command = f"set -o pipefail; {shlex.join([sys.executable, '-c', PRINTING, str(tmp_path / 'w')])} 2>&1 | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=PROJECT, check=False)
     assert (tmp_path / "w" / "trained").exists()
-    assert (done.returncode, done.stdout.count("\n")) == (75, 1)
-    assert "Traceback" not in done.stderr and done.stderr.count("step") == (0 if both else 2500)
+    assert (done.returncode, done.stdout.count("\n"), done.stderr) == (75, 1, "")
 
 
-def test_process_ends_with_the_exit_code_of_main(tmp_path: Path) -> None:
-    done = _start("evl", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-
-
-LIGHT = """
-import contextlib, io, sys, time
-start = time.process_time()
-import run
-with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-    run.main(["--help"])
-assert time.process_time() - start < 0.2, "seconds of the CPU for the help"
-assert not {"ml_collections", "absl", "msgspec", "jax", "numpy"} & set(sys.modules)
-with contextlib.redirect_stdout(io.StringIO()):
-    assert run.main(["show", "--config", "configs/smoke.py"]) == 0
-assert not {"jax", "flax", "numpy", "transformers", "orbax", "grain"} & set(sys.modules)
-"""
-
-
-def test_help_imports_next_to_nothing_and_show_no_heavy_library() -> None:
-    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, cwd=PROJECT, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize(
-    ("code", "exit_code"), [(errno.ENOSPC, 2), (errno.EROFS, 2), (errno.EACCES, 2), (errno.EIO, 0)]
-)
-def test_place_that_cannot_be_written_is_one_line_wherever_it_is_found(
-    calls: list[dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    code: int,
-    exit_code: int,
-) -> None:
-    def main(*_: Any) -> int:
+@pytest.mark.usefixtures("calls")
+def test_place_that_cannot_be_written_is_one_line_wherever_it_is_found(monkeypatch, capsys) -> None:
+    def fail(code: int) -> int:
         raise OSError(code, os.strerror(code), "some/file")
 
-    del calls
-    monkeypatch.setattr(train, "main", main)
-    argv = [*SMOKE, "--workdir", "w"]
-    if exit_code:
-        assert run.main(argv) == exit_code
-        (line,) = capsys.readouterr().err.splitlines()[-1:]
-        assert line.startswith(f"error: some/file: {os.strerror(code)}; ") and "LW_JAX_CACHE" in line
-    else:
-        with pytest.raises(OSError, match="some/file"):
-            run.main(argv)
+    monkeypatch.setattr(train, "main", lambda *_: fail(errno.ENOSPC))
+    assert run.main([*SMOKE, "--workdir", "w"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: some/file: ")
+    monkeypatch.setattr(train, "main", lambda *_: fail(errno.EIO))
+    with pytest.raises(OSError, match="some/file"):
+        run.main([*SMOKE, "--workdir", "w"])

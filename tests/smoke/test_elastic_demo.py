@@ -11,7 +11,6 @@ from lw_jax.core.errors import UserError
 from tests import tiny
 
 PNG = b"\x89PNG\r\n\x1a\n"
-EXACT = 1e-9  # relative: a handful of fp64 operations
 SMALL = {
     "encoder.kind": "bytes",
     "encoder.source": "",
@@ -28,36 +27,13 @@ SMALL = {
 }
 
 
-def test_difference_is_relative_to_the_reference_and_keeps_its_sign():
-    assert elastic_demo.differences([2.5, 3.0], [2.0, 4.0]) == pytest.approx([0.25, -0.25], rel=EXACT)
-
-
-def test_largest_difference_is_found_between_any_two_curves_and_at_any_step():
-    curves = {"single": [2.0, 1.0, 0.5], "split": [2.0, 1.1, 0.5], "fsdp": [2.0, 0.8, 0.5]}
-    assert elastic_demo.largest_difference(curves) == pytest.approx(0.3 / 0.8, rel=EXACT)
-
-
-def test_curves_of_unequal_length_are_no_comparison():
-    with pytest.raises(ValueError, match="shorter"):
-        elastic_demo.largest_difference({"single": [2.0, 1.0], "split": [2.0]})
-
-
 @pytest.mark.parametrize(("shift", "code", "verdict"), [(0.9e-5, 0, "are the same"), (1.1e-5, 1, "CURVES DIFFER")])
 def test_exit_code_tells_a_curve_that_differs(shift, code, verdict, monkeypatch, tmp_path, capsys):
     curves = {"single": [1.7, 1.3, 1.1], "split": [1.7, 1.3 * (1 + shift), 1.1]}
     monkeypatch.setattr(elastic_demo, "train", lambda name, *_: ("somewhere", curves[name]))
     picture = tmp_path / "curves.png"
     assert elastic_demo.main(["--placements", "single", "split", "--output", str(picture)]) == code
-    told = capsys.readouterr().out
-    assert verdict in told and f"{shift:.1e} (tolerance 1e-05)" in told
-    assert picture.read_bytes().startswith(PNG)
-
-
-def test_a_word_that_is_no_option_is_refused(capsys):
-    with pytest.raises(SystemExit) as refusal:
-        elastic_demo.main(["--confg.train.steps=3"])
-    assert refusal.value.code == 2
-    assert "'--confg.train.steps=3' is neither an option" in capsys.readouterr().err
+    assert verdict in capsys.readouterr().out and picture.read_bytes().startswith(PNG)
 
 
 def test_a_run_that_fails_is_told_with_its_own_words(tmp_path):

@@ -53,12 +53,6 @@ def test_wheel_holds_every_file_and_runs_from_another_folder(tmp_path: Path) -> 
         done = run(str(site / "bin" / "lw-jax"), "show", "--config", config)
         assert (done.returncode, done.stderr) == (0, ""), done
         assert "values differ from the defaults" in done.stdout
-    (elsewhere / "configs").mkdir()
-    (elsewhere / "configs" / "smoke.py").write_text("from configs import smoke\n\nget_config = smoke.get_config\n")
-    done = run(str(site / "bin" / "lw-jax"), "show", "--config", "configs/smok.py")
-    assert done.returncode == 2 and "'configs/smoke.py'" in done.stderr
-    done = run(str(site / "bin" / "lw-jax"), "show", "--config", "configs/smoke.py", "--config.seed=7")
-    assert done.returncode == 0 and "  seed: 0 -> 7" in done.stdout.splitlines(), "the file of the folder wins"
     done = run(sys.executable, "-c", USE)
     missing, imported = done.stdout.splitlines()
     assert "config.json: missing" in missing and imported == f"{site / 'lw_jax' / '__init__.py'} True True"

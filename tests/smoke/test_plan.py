@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lw_jax.commands import plan
-from lw_jax.core import environment
 from lw_jax.planning import plan_cache
-from tests.smoke.test_commands import Done, start_several
+from tests.smoke.test_commands import start_several
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 CONFIG = """
@@ -29,7 +27,6 @@ def get_config(recipe="latentwire"):
     return c
 """
 PLUGIN = any(importlib.metadata.distributions(name="jax-cuda12-plugin"))
-WITHOUT_DRIVER = not any(Path(file).exists() for file in environment.DRIVER_FILES)
 
 # An environment without the compiler: JAX finds an empty plugin, and pip's records have none.
 BARE = """
@@ -137,91 +134,16 @@ def test_slurm_writes_a_script_that_runs_the_cached_plan(compiled: tuple[Path, d
     assert "--config small.py" in text and "estimated" not in text
 
 
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
-    """What an environment without the compiler says."""
-    folder = tmp_path_factory.mktemp("bare")
-    (folder / "sitecustomize.py").write_text(BARE, encoding="utf-8")
-    commands = {"plan": [*COMPILED], "estimate": [*COMPILED, "--estimate", "--json"]}
-    return start_here(commands, folder, PYTHONPATH=f"{PROJECT}:{folder}")
-
-
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
-    """What plans say that need no compiler or fail."""
-    small = ["plan", "--config", "small.py"]
-    commands = {
-        "nothing fits": [*COMPILED, "--config.mesh.memory_gb=0.001"],
-        "simulate": [*small, "--target", "h100x1", "--simulate", "0..2", "--estimate"],
-        "no target": small,
-        "unknown target": [*small, "--target", "h10x2"],
-        "range": [*small, "--target", "h100x1", "--simulate", "9..2"],
-    }
-    return start_here(commands, tmp_path_factory.mktemp("said"))
-
-
-def start_here(commands: dict[str, list[str]], folder: Path, **changes: str) -> dict[str, Done]:
-    """Runs the commands in one process where small.py lies, without the settings that conftest.py gives JAX."""
-    (folder / "small.py").write_text(CONFIG, encoding="utf-8")
+def test_an_absent_compiler_is_reported_with_its_remedy_and_arithmetic_stands_in(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BARE, encoding="utf-8")
+    (tmp_path / "small.py").write_text(CONFIG, encoding="utf-8")
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}
-    environ |= {"LW_JAX_CACHE": str(folder / "cache"), "PYTHONPATH": str(PROJECT)} | changes
-    return start_several(commands, cwd=folder, environ=environ)
-
-
-def test_an_absent_compiler_is_reported_with_its_remedy_and_arithmetic_stands_in(bare: dict[str, Done]) -> None:
-    code, out, err = bare["plan"]
-    assert (code, err) == (0, "")
-    assert "ARITHMETIC ESTIMATE" in out
-    told = next(line for line in out.splitlines() if line.startswith("not compiled: "))
-    assert "jax-cuda12-plugin, jax-cuda12-pjrt" in told and "pip install -r requirements-plan.txt" in told
-    assert "chosen: " in out
-
-
-def test_an_estimate_needs_no_compiler(bare: dict[str, Done]) -> None:
-    code, out, err = bare["estimate"]
-    assert (code, err) == (0, "")
-    found = json.loads(out)
+    environ |= {"LW_JAX_CACHE": str(tmp_path / "cache"), "PYTHONPATH": f"{PROJECT}:{tmp_path}"}
+    commands = {"plan": [*COMPILED], "estimate": [*COMPILED, "--estimate", "--json"]}
+    done = start_several(commands, cwd=tmp_path, environ=environ)
+    assert [(code, err) for code, _, err in done.values()] == [(0, "")] * 2
+    told = next(line for line in done["plan"][1].splitlines() if line.startswith("not compiled: "))
+    assert "jax-cuda12-plugin" in told and "requirements-plan.txt" in told
+    found = json.loads(done["estimate"][1])
     assert not found["compiled"] and not found["why_not_compiled"]
     assert [row["fits"] for row in found["candidates"]] == [True] * 4
-
-
-def test_gpus_that_hold_nothing_end_with_code_3_and_the_reason(said: dict[str, Done]) -> None:
-    code, out, err = said["nothing fits"]
-    assert (code, err) == (plan.NOTHING_FITS, "")
-    assert "nothing fits: single 1x1: " in out
-    assert "chosen:" not in out
-
-
-def test_simulation_shows_every_number_of_devices(said: dict[str, Done]) -> None:
-    code, out, err = said["simulate"]
-    assert (code, err) == (0, "")
-    sizes, told, job, cost, batch, change, _ = out.split("\n\n")
-    heading, *lines = sizes.splitlines()
-    assert heading.startswith("devices")
-    assert [line.split()[:2] for line in lines] == [["0", "cpu"], ["1", "h100x1"], ["2", "h100x2"]]
-    assert lines[0].split()[2:4] == lines[1].split()[2:4] == ["single", "1x1"]
-    assert told.startswith("seconds: arithmetic") and "samples" in job
-    assert [len(table.splitlines()) for table in (cost, batch)] == [3, 3]
-    assert [line.split()[0] for line in change.splitlines()[1:]] == sorted(
-        line.split()[0] for line in change.splitlines()[1:]
-    )
-
-
-REFUSED = {"unknown target": "Did you mean 'h100'?", "range": "--simulate 9..2: write FIRST..LAST"}
-
-
-@pytest.mark.skipif(not WITHOUT_DRIVER, reason="with an NVIDIA driver the plan is this machine's own")
-def test_a_config_that_names_no_card_needs_a_target(said: dict[str, Done]) -> None:
-    check_refused(said["no target"], "--target is missing")
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_words_that_mean_nothing_are_one_error_with_code_2(name: str, said: dict[str, Done]) -> None:
-    check_refused(said[name], REFUSED[name])
-
-
-def check_refused(done: Done, told: str) -> None:
-    code, out, err = done
-    assert (code, out) == (2, "")
-    (line,) = err.splitlines()
-    assert line.startswith("error: ") and told in line

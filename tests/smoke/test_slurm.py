@@ -162,20 +162,15 @@ def requeues(cluster: Path) -> list[str]:
     return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
 
 
-def test_finished_job_ends_with_0_and_is_not_requeued(cluster, write, monkeypatch) -> None:
-    monkeypatch.setenv("MODE", "0")
-    submit(write())
-    assert read(cluster)["code"] == 0
-    assert requeues(cluster) == []
-
-
-@pytest.mark.slow
-def test_training_is_called_with_the_exact_words_in_the_users_folder(cluster, write, monkeypatch) -> None:
+def test_finished_job_has_called_training_with_the_exact_words_in_the_users_folder(cluster, write, monkeypatch) -> None:
     monkeypatch.setenv("MODE", "0")
     around = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "SLURM_MEM_PER_CPU", "SLURM_CPU_BIND", "SLURM_CPU_BIND_TYPE")
     for name in around:  # of the shell in which the file is submitted by hand
         monkeypatch.setenv(name, "7")
     submit(write())
+    assert read(cluster)["code"] == 0 and requeues(cluster) == []
+    log = cluster / "runs" / "my run" / "logs" / f"my-run-{JOB_ID}.log"
+    assert Path(read(cluster)["log"]) == log and log.read_text(encoding="utf-8") == "training 0\n"
     call = json.loads((cluster / "project folder" / "call0.json").read_text(encoding="utf-8"))
     assert call["cwd"] == str(cluster / "project folder")
     assert call["argv"] == [
@@ -184,22 +179,9 @@ def test_training_is_called_with_the_exact_words_in_the_users_folder(cluster, wr
         *("--config.train.micro_batch=5", "--config.compute.remat=full", "--workdir", str(cluster / "runs" / "my run")),
     ]
     cache = cluster / "scratch folder" / "lw_jax" / "compiled"
-    assert call["environ"]["JAX_COMPILATION_CACHE_DIR"] == str(cache)
-    assert cache.is_dir()
-    assert call["environ"]["XLA_CLIENT_MEM_FRACTION"] == "0.92"
+    assert call["environ"]["JAX_COMPILATION_CACHE_DIR"] == str(cache) and cache.is_dir()
+    assert call["environ"]["XLA_CLIENT_MEM_FRACTION"] == "0.92" and call["environ"]["SLURM_NTASKS"] == "1"
     assert not call["environ"].keys() & set(around)
-    assert call["environ"]["SLURM_NTASKS"] == "1"
-
-
-@pytest.mark.slow
-def test_log_lies_in_the_workdir_and_grows_over_requeues(cluster, write, monkeypatch) -> None:
-    monkeypatch.setenv("MODE", "0")
-    file = write()
-    submit(file)
-    submit(file)
-    log = cluster / "runs" / "my run" / "logs" / f"my-run-{JOB_ID}.log"
-    assert Path(read(cluster)["log"]) == log
-    assert log.read_text(encoding="utf-8").splitlines() == ["training 0"] * 2
 
 
 @pytest.mark.slow
@@ -208,14 +190,19 @@ def test_time_limit_saves_and_requeues_once(cluster, write, monkeypatch, hosts: 
     monkeypatch.setenv("MODE", "wait")
     monkeypatch.setenv("LIMIT", "1")
     submit(write(hosts=hosts))
-    assert (cluster / "project folder" / "saved").exists()
+    assert (cluster / "project folder" / "saved").exists() and read(cluster)["options"]["nodes"] == str(hosts)
+    calls = [cluster / "project folder" / f"call{rank}.json" for rank in range(hosts)]
+    environs = [json.loads(file.read_text(encoding="utf-8"))["environ"] for file in calls]
+    given = "0,1" if hosts > 1 else None  # or JAX would give each task of several nodes one GPU
+    assert [(one["SLURM_PROCID"], one.get("JAX_LOCAL_DEVICE_IDS")) for one in environs] == [
+        (str(rank), given) for rank in range(hosts)
+    ]
     assert requeues(cluster) == [f"requeue {JOB_ID}"]
     assert read(cluster)["code"] == runtime.REQUEUE
-    assert "goes back into the queue" in Path(read(cluster)["log"]).read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [1, 2, 74, 76, 130])
+@pytest.mark.parametrize("code", [1, 76])
 def test_failure_is_passed_on_and_not_requeued(cluster, write, monkeypatch, code: int) -> None:
     monkeypatch.setenv("MODE", str(code))
     submit(write())
@@ -227,7 +214,7 @@ def test_failure_is_passed_on_and_not_requeued(cluster, write, monkeypatch, code
 @pytest.mark.parametrize(
     ("hosts", "codes", "code"),
     [
-        *((2, f"{killed},75", runtime.REQUEUE) for killed in (137, 143, 253)),
+        (2, "143,75", runtime.REQUEUE),
         (2, "2,134", 134),  # JAX's abort where the first one was refused before it joined
         (1, "137", 137),
     ],
@@ -251,15 +238,6 @@ def test_killed_task_of_several_is_requeued_in_a_list_too(cluster, write, monkey
     assert requeues(cluster) == [f"requeue {id}"]
     told = Path(read(cluster)["log"]).read_text(encoding="utf-8").splitlines()
     assert sorted(line for line in told if line.startswith("training")) == ["training 0", "training 1"]
-
-
-@pytest.mark.slow
-def test_refused_requeue_is_told_and_the_code_kept(cluster, write, monkeypatch) -> None:
-    monkeypatch.setenv("MODE", "75")
-    monkeypatch.setenv("SCONTROL_CODE", "1")
-    submit(write())
-    assert read(cluster)["code"] == runtime.REQUEUE
-    assert "submit the same file again" in Path(read(cluster)["log"]).read_text(encoding="utf-8")
 
 
 def test_cancelled_job_saves_but_does_not_come_back(cluster, write, monkeypatch) -> None:
@@ -297,38 +275,11 @@ def test_setup_runs_before_training_and_its_failure_ends_the_job(cluster, write,
 
 
 @pytest.mark.slow
-def test_several_nodes_start_one_task_each_with_all_gpus_of_the_node(cluster, write, monkeypatch) -> None:
-    monkeypatch.setenv("MODE", "0")
-    submit(write(hosts=3))
-    calls = [cluster / "project folder" / f"call{rank}.json" for rank in range(3)]
-    environs = [json.loads(file.read_text(encoding="utf-8"))["environ"] for file in calls]
-    assert [environ["SLURM_PROCID"] for environ in environs] == ["0", "1", "2"]
-    assert {environ["JAX_LOCAL_DEVICE_IDS"] for environ in environs} == {"0,1"}
-    assert read(cluster)["options"]["nodes"] == "3"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("given", "visible"), [("", "0"), ("0,1,2", "0,1,2")])
-def test_jax_sees_one_gpu_of_a_task_unless_it_is_told_all(given: str, visible: str) -> None:
-    """The reason for JAX_LOCAL_DEVICE_IDS: what `jax.distributed.initialize()` makes of a SLURM step."""
-    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "1"}
-    step |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"} | ({"JAX_LOCAL_DEVICE_IDS": given} if given else {})
-    code = "import jax; jax.distributed.initialize(); print(jax.config.values['jax_cuda_visible_devices'])"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **step}, timeout=PATIENCE)
-    assert done.stdout.strip() == visible, done.stderr
-
-
-@pytest.mark.slow
 def test_verb_submits_and_tells_the_jobs_number(cluster, write, monkeypatch, capsys) -> None:
     monkeypatch.setenv("MODE", "0")
     write(submit=True)
     assert f"Submitted batch job {JOB_ID}" in capsys.readouterr().out
     assert read(cluster)["code"] == 0
-
-
-@pytest.mark.slow
-def test_what_sbatch_says_reaches_the_user(cluster, write) -> None:
     (cluster / "bin" / "sbatch").write_text("#!/bin/bash\necho 'invalid partition' >&2\nexit 1\n", encoding="utf-8")
-    with pytest.raises(UserError, match="invalid partition.*site profile"):
+    with pytest.raises(UserError, match="invalid partition"):
         write(submit=True)

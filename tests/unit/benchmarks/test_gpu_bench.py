@@ -38,13 +38,6 @@ def test_every_case_is_a_configuration_whose_arithmetic_can_be_counted(case, sma
     assert {"bench": True, "peer": cfg.recipe in peer.OTHERS, "load": "llama" in cfg.llms}[case.script]
 
 
-def test_case_that_fails_is_told_and_the_others_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "run", lambda case, small: {"code": 7} if case.name == "load" else {"rows": []})
-    assert gpu.main(["--out", str(tmp_path / "a.json"), "--cases", "load;answers"]) == 1
-    assert "load: failed with code 7" in capsys.readouterr().out
-    assert list(json.loads((tmp_path / "a.json").read_text())) == ["answers", "load"]
-
-
 @pytest.mark.slow
 def test_sweep_measures_every_point_and_draws_them(tmp_path, capsys):
     words = ["--config", "configs/smoke.py", *SELFMADE, "--batches", "2,4", "--slots", "3", "--repeats", "1"]

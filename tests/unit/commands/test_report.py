@@ -1,12 +1,8 @@
 """The page of a run, from folders that the test writes; nothing of JAX is needed."""
 
-import functools
 import html.parser
 import json
-import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +11,7 @@ import pytest
 import run
 from lw_jax.core.errors import UserError
 from lw_jax.evals import verdict
-from lw_jax.evals.curve import Curve
-from lw_jax.report import device_use, records, series, tables
-from lw_jax.report import figures as drawings
+from lw_jax.report import device_use, records, tables
 from lw_jax.report import page as pages
 from tests.runs import between, evaluation, figures, metrics, predictions, write_lines, write_run
 
@@ -92,7 +86,10 @@ def test_page_has_every_section_and_closes_what_it_opens(page: Reader) -> None:
     labels = {value for tag, name, value in page.attributes if (tag, name) == ("svg", "aria-label")}
     assert all(any(word in label for label in labels) for word in ("training", "validation", "slots", "bytes"))
     assert "missing" not in [value for _, name, value in page.attributes if name == "class"]
-    assert "step 30 of 30; last logged 20" in page.text("p") and "step 31" in page.text("p")
+    ids = [value for _, name, value in page.attributes if name == "id"]
+    referred = {value[1:] for _, name, value in page.attributes if name == "href" and value[0] == "#"}
+    assert referred <= set(ids) and len(set(ids)) == len(ids)
+    assert "stage pretrain" in page.text("text") and "stage answer" in page.text("text")
 
 
 def test_nothing_is_fetched_and_the_page_is_small(whole: Path) -> None:
@@ -106,26 +103,6 @@ def test_nothing_is_fetched_and_the_page_is_small(whole: Path) -> None:
     assert references and all(value.startswith(("#", "data:image/png;base64,")) for value in references)
     assert not re.search(r"https?:|@import|url\((?!#)", text)
     assert any("default-src 'none'" in value for tag, _, value in page.attributes if tag == "meta")
-
-
-def test_names_inside_the_page_are_unique(page: Reader) -> None:
-    ids = [value for _, name, value in page.attributes if name == "id"]
-    referred = {value[1:] for _, name, value in page.attributes if name == "href" and value[0] == "#"}
-    assert referred <= set(ids)
-    assert not [name for name in set(ids) if ids.count(name) > 1]
-
-
-def test_figures_take_the_colour_of_the_page_light_or_dark(page: Reader) -> None:
-    styles = " ".join(value for _, name, value in page.attributes if name in ("style", "fill", "stroke"))
-    assert "currentColor" in styles and not re.search(r"#0{6}|#f{6}", styles)
-
-
-def test_figures_are_drawn_as_text_with_axes_named(page: Reader) -> None:
-    drawn = page.text("text")
-    for words in ("optimizer step", "NLL, nats a token", "learning rate", "reconstruct", "answer", "another text's"):
-        assert words in drawn
-    assert "stage pretrain" in drawn and "stage answer" in drawn
-    assert "slot of the message" in drawn and "bytes of one message" in drawn
 
 
 def test_control_table_shows_what_was_measured(page: Reader) -> None:
@@ -144,9 +121,6 @@ def test_control_table_shows_what_was_measured(page: Reader) -> None:
     assert cells[start + 13] == "23"
     assert {"91.3", "87.2", "31.0", "1.234", "1.134 .. 1.334", "4.250"} <= set(cells)
     assert {"the text, brotli", "89", "76", "message of 5 x 7 x 2", "32", "27"} <= set(cells)
-    assert "23 of 29 used; 4 dropped: the question" in page.text("p") and "25.0 % (20.0 .. 30.0) of 23" in page.text(
-        "p"
-    )
 
 
 def test_page_says_positions_and_the_f1_of_message_and_controls_first(tmp_path: Path) -> None:
@@ -155,16 +129,13 @@ def test_page_says_positions_and_the_f1_of_message_and_controls_first(tmp_path: 
     told["rows"]["llama"]["latents"] |= {"first_token_seconds": 0.0417, "positions": 6.0}
     write_evaluation(folder, told)
     page = page_of(folder)
-    for words in ("6.0 reader positions in place of 12.5", "2.50 times sooner", "211 tokens", "F1 of text 60.0 %"):
-        assert words in page.text("li"), words
+    for figure in ("6.0", "12.5", "2.50 times sooner", "211", "60.0 %"):
+        assert figure in page.text("li"), figure
     order = [value for tag, key, value in page.attributes if tag == "h2" and key == "id"]
-    assert order[:3] == ["positions", "controls", "curves"]
-    assert "41.7" in page.text("td") and "positions of the reader" in page.text("text")
+    assert order[:3] == ["positions", "controls", "curves"] and "41.7" in page.text("td")
     told["readers"]["llama"] |= {"faster": 0.5, "fewer_positions": 0.8}
     write_evaluation(folder, told)
-    slower = page_of(folder)
-    for words in ("1.25 times more", "2.00 times later than from 211 tokens"):
-        assert words in slower.text("li"), words
+    assert "1.25 times more" in (slower := page_of(folder)).text("li") and "2.00 times later" in slower.text("li")
 
 
 def test_twenty_examples_are_spread_over_the_file_with_right_answers_marked(page: Reader) -> None:
@@ -176,17 +147,6 @@ def test_twenty_examples_are_spread_over_the_file_with_right_answers_marked(page
     assert len(answers) == 20 * 2 * 2
     assert all((words[-1] == "✓") == (words[0] == "latents") for words in answers)
     assert page.text("span").count("F1 50 %") == 20 * 2
-
-
-def test_examples_show_the_fair_text_row_where_it_is_measured(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    lines = predictions(2)
-    lines += [line | {"row": "text_taught", "prediction": "taught of it"} for line in lines if line["row"] == "text"]
-    write_lines(folder / "predictions.jsonl", lines)
-    found = [text.split()[0] for tag, text in page_of(folder).texts if tag == "td" and " of it" in text]
-    assert found == ["taught"] * 2 * 2
-    assert tables.shown_rows(lines) == ("text_taught", "latents", "shuffled")
-    assert tables.shown_rows(predictions(2)) == ("text", "latents", "shuffled")
 
 
 def test_hostile_text_is_shown_and_never_becomes_an_element(tmp_path: Path) -> None:
@@ -230,23 +190,6 @@ def test_each_missing_file_is_one_line_with_its_command(tmp_path: Path) -> None:
         assert command in page.text("code"), names
 
 
-def test_folder_before_its_first_step_still_makes_a_page(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    for name in ("metrics.jsonl", *EVAL_FILES):
-        (folder / name).unlink()
-    page = page_of(folder)
-    assert "no evaluation yet" in page.text("li") and "step 0 of 30" in page.text("p")
-    assert "svg" not in page.tags and "figure" not in page.tags and "th" not in page.tags
-
-
-def test_run_that_is_being_written_shows_what_is_there(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    text = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_text("".join(text[:7]) + text[7][:20], encoding="utf-8")
-    page = page_of(folder)
-    assert "step 7 of 30" in page.text("p") and page.tags.count("svg") == 4
-
-
 def test_figures_that_are_no_numbers_are_counted_and_left_out(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     rows = metrics()
@@ -286,17 +229,6 @@ def test_verdict_follows_the_thresholds(changes: dict[str, Any], key: str) -> No
     assert verdict.judge(between(**changes)) == key
 
 
-def test_line_by_slots_stands_at_the_positions_that_messages_take() -> None:
-    sizes = [{"reader": "r", "width": 8, "bits": 8, "slots": slots, "f1": slots / 10} for slots in (2, 5)]
-    points = [point | {"positions": 20.5 + point["slots"]} for point in sizes]
-    curve = Curve(quality="f1", examples=8, points=points, references={}, text_bytes={"UTF-8": 90.0})
-    assert drawings._by_slots(curve, "r", "f1") == ([22.5, 25.5], [0.2, 0.5])
-
-
-def test_verdict_without_the_shuffled_row_is_unknown() -> None:
-    assert verdict.judge({"normalised_f1": 0.9, "recovered_nll": 0.9}) == "unknown"
-
-
 def test_verdicts_name_every_reader_the_worst_first(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     told = evaluation()
@@ -308,31 +240,6 @@ def test_verdicts_name_every_reader_the_worst_first(tmp_path: Path) -> None:
         ("partly", "qwen"),
         ("carries", "llama"),
     ]
-    assert "COLLAPSED" in found[0].text and "gap of NLL 0.010 nats a token (-0.200 .. 0.300)" in found[0].text
-    assert "normalised F1 91.3 % (81.3 .. 101.3)" in found[2].text
-
-
-def test_stages_begin_where_the_run_begins_them(whole: Path) -> None:
-    assert series.borders(records.read(whole)) == [("pretrain", 1), ("answer", 16)]
-
-
-def test_long_log_is_joined_into_few_points_that_keep_the_mean(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    write_lines(folder / "metrics.jsonl", [{"step": step, "train/loss": step % 7} for step in range(1, 4003)])
-    found = records.read(folder)
-    (panel,) = series.training(found)
-    (line,) = panel.lines
-    assert len(line.values) == math.ceil(4002 / 11) <= series.MOST and series.count_joined(found) == 11
-    assert line.values[1] == pytest.approx(sum(step % 7 for step in range(12, 23)) / 11)
-    assert line.steps[1] == 17.0
-
-
-@pytest.mark.parametrize(("last", "logarithmic"), [(0.0, False), (0.5, False), (0.19, True)])
-def test_axis_is_logarithmic_where_it_shows_more_than_a_decade(last: float, logarithmic: bool, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    write_lines(folder / "metrics.jsonl", [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": last}])
-    (panel,) = series.training(records.read(folder))
-    assert panel.lines[0].values == [2.0, last] and panel.is_logarithmic is logarithmic
 
 
 def test_devices_are_summarised_over_all_processes(tmp_path: Path) -> None:
@@ -376,10 +283,11 @@ def test_badly_used_devices_are_named(rows: list[dict[str, Any]], found: list[st
 @pytest.mark.parametrize(
     ("name", "text", "rule"),
     [
-        ("eval.json", '{"step": 3', "eval.json: broken JSON"),
-        ("eval.json", '{"step": 3}', "eval.json: .*missing required field validation"),
-        ("predictions.jsonl", '{"reader": "llama"}\n', "predictions.jsonl: row 1: .*missing required field row"),
-        ("config.json", "{}", "config.json: version=None: "),
+        ("eval.json", '{"step": 3', "eval.json: "),
+        ("eval.json", '{"step": 3}', "eval.json: .*validation"),
+        ("predictions.jsonl", '{"reader": "llama"}\n', "predictions.jsonl: row 1: .*row"),
+        ("config.json", "{}", "config.json: version=None"),
+        ("slots.json", "[[1.0, 2.0]]", "slots.json: "),
     ],
 )
 def test_damaged_file_is_named(name: str, text: str, rule: str, tmp_path: Path) -> None:
@@ -389,74 +297,18 @@ def test_damaged_file_is_named(name: str, text: str, rule: str, tmp_path: Path) 
         records.read(folder)
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "rule"),
-    [
-        (("rows",), None, "rows=None: expected object, got null"),
-        (("rows", "llama"), [], "expected object, got array"),
-        (("rows", "llama", "text", "em"), "0.5", "expected float.*, got str"),
-        (("rows", "llama", "text", "em_interval"), [0.1], "expected array of length 2"),
-        (("readers", "llama", "gap_nll"), [1], "expected float.*, got array"),
-        (("joint", "joint"), 5, "joint.joint=5: expected object"),
-        (("latents", "inputs"), 10**30, "latents.inputs=10+: expected int <= "),
-        (("curve", "quality"), "em", "curve.quality='em': invalid enum value"),
-        (("curve", "points"), [], "length >= 1"),
-        (("curve", "points", 0, "bits"), 5, r"curve.points\[0\].bits=5: invalid enum value 5"),
-        (("curve", "points", 0, "framed_bytes"), 0, "expected float > 0"),
-        (("curve", "points", 0, "nll"), ..., "curve=.*points has no 'nll'"),
-        (("curve", "text_bytes", "UTF-8"), ..., "curve=.*text_bytes has no 'UTF-8'"),
-        (("counts", "given"), 1.5, "expected int, got float"),
-        (("step",), True, "step=True: expected int, got bool"),
-    ],
-)
-def test_wrong_type_in_an_evaluation_is_one_line_that_names_it(
-    path: tuple[Any, ...], value: Any, rule: str, tmp_path: Path
-) -> None:
-    told = evaluation()
-    holder = functools.reduce(lambda node, key: node[key], path[:-1], told)
-    if value is ...:
-        del holder[path[-1]]
-    else:
-        holder[path[-1]] = value
+def test_folder_before_its_first_step_still_makes_a_page(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
-    write_evaluation(folder, told)
-    with pytest.raises(UserError, match=f"{re.escape(str(folder / 'eval.json'))}: .*{rule}") as refused:
-        records.read(folder)
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("text", ["[[1.0, 2.0]]", "[[]]", '"x"', "[1]", "[[1e999]]"])
-def test_slots_that_are_no_square_of_numbers_are_refused(text: str, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    (folder / "slots.json").write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match="slots.json: "):
-        records.read(folder)
-
-
-def test_dollars_in_a_name_are_no_formula(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    rows = [{"step": step, r"train/$\frac/nll/llama": 2.0 / step, "train/loss": 1e300} for step in (1, 2)]
-    write_lines(folder / "metrics.jsonl", rows)
+    for name in ("metrics.jsonl", *EVAL_FILES):
+        (folder / name).unlink()
     page = page_of(folder)
-    assert r"$\frac" in page.text("text") and "2 logged values are not finite" in page.text("figcaption")
+    assert "step 0 of 30" in page.text("p") and not {"svg", "figure", "th"} & set(page.tags)
 
 
 def test_folder_that_is_no_run_ends_with_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["report", "--workdir", str(tmp_path), "--config.eval.examples=3"]) == 2
-    assert "--config.eval.examples: a report shows the run's own configuration" in capsys.readouterr().err
+    assert "--config.eval.examples" in capsys.readouterr().err
     assert run.main(["report", "--workdir", str(tmp_path)]) == 2
-    told = capsys.readouterr()
-    assert told.err.startswith(f"error: {tmp_path / 'config.json'}: missing") and not told.out
+    assert str(tmp_path / "config.json") in capsys.readouterr().err
     assert run.main(["report", "--config", "configs/smoke.py", "--workdir", str(tmp_path / "none")]) == 2
     assert not (tmp_path / "none").exists() and not list(tmp_path.iterdir())
-
-
-def test_verb_writes_the_page_without_jax(whole: Path, tmp_path: Path) -> None:
-    code = "import sys, run; code = run.main(sys.argv[1:]); assert 'jax' not in sys.modules; sys.exit(code)"
-    command = [sys.executable, "-c", code, "report", "--workdir", str(whole)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(run.__file__).parent)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{whole / 'report.html'}: ")
-    text = (whole / "report.html").read_text(encoding="utf-8")
-    assert text.startswith("<!doctype html>") and text.rstrip().endswith("</html>")
-    assert not list(whole.glob(".*.partial"))

@@ -14,36 +14,12 @@ from lw_jax.commands import loading, parser, program, slurm
 from lw_jax.core import config, config_file, environment
 from lw_jax.core.errors import UserError
 from lw_jax.planning import hardware, planner
-from lw_jax.planning.planner import resolve_target
 from lw_jax.planning.plans import StepPlan
 from lw_jax.slurm import size_comparison
 from sharding.errors import PlacementError
 from tests import tiny
-from tests.unit.slurm.test_job import CHOSEN, PLAN, planned, resolve
+from tests.unit.slurm.test_job import PLAN, planned, resolve
 from tests.unit.slurm.test_job_script import check_syntax
-
-
-@pytest.mark.parametrize(
-    ("word", "file", "target"),
-    [
-        ("", "configs/h100x4.py", "h100x4"),
-        ("single", "configs/h100x4.py", "h100x1"),
-        ("dual", "configs/machines/a100_40x1.py:latentwire", "a100_40x2"),
-        ("quad", "configs/machines/h100x2.py", "h100x4"),
-        ("quad", "configs/2xh100x8.py", "h100x4"),
-        ("", "configs/2xh100x8.py", "2xh100x8"),
-        ("h200x8", "configs/machines/h100x2.py", "h200x8"),
-        ("h200x8", "configs/default.py", "h200x8"),
-    ],
-)
-def test_target_comes_from_the_word_and_the_configurations_name(word: str, file: str, target: str) -> None:
-    assert resolve_target(word, config=file) == target
-
-
-@pytest.mark.parametrize("word", ["", "dual"])
-def test_target_without_a_card_is_refused(word: str) -> None:
-    with pytest.raises(UserError, match="names no card"):
-        resolve_target(word, config="configs/default.py")
 
 
 @pytest.fixture
@@ -83,37 +59,20 @@ def test_verb_writes_the_file_and_the_logs_folder_and_tells_the_price(call, tmp_
     assert (tmp_path / "runs" / "mine" / "logs").is_dir()
     lines = capsys.readouterr().out.splitlines()
     assert f"  sbatch {shlex.quote(str(file))}" in lines
-    assert "time limit 0-04:30:00: 3.20 h predicted, x 1.3 + 0.25 h to start" in lines
-    assert [line.split() for line in lines[-4:]] == [
-        ["size", "GPUs", "hours", "GPU-hours", "plan"],
-        ["h100x1", "1", "9.50", "9.5", "tensor"],
-        ["h100x2", "2", "-", "-", "does", "not", "fit"],
-        ["h100x4", "4", "3.20", "12.8", "tensor"],
+    assert any("0-04:30:00" in line and "3.20 h" in line for line in lines)
+    assert [line.split()[:4] for line in lines[-3:]] == [
+        ["h100x1", "1", "9.50", "9.5"],
+        ["h100x2", "2", "-", "-"],
+        ["h100x4", "4", "3.20", "12.8"],
     ]
-
-
-def test_verb_tells_limit_requeues_and_checkpoints_in_one_line(call, tmp_path: Path, capsys) -> None:
-    (tmp_path / "site.toml").write_text("max_hours = 2", encoding="utf-8")
-    call(site=str(tmp_path / "site.toml"))
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("time limit"))
-    assert "0-02:00:00: 3.20 h predicted" in line and "max_hours 2: it requeues itself 2 times" in line
-    assert "checkpoint every" in line
-
-
-def test_price_follows_the_hours_of_the_user(call, capsys) -> None:
     call(hours=5.0, others=(PLAN,))
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["h100x4", "4", "5.00", "20.0", "tensor"]
+    assert capsys.readouterr().out.splitlines()[-1].split()[:4] == ["h100x4", "4", "5.00", "20.0"]
 
 
 def test_a_run_whose_result_would_be_void_gets_no_job(call, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"optim\.warmup_steps=100 is longer than .* 60 steps"):
         call(changes={"optim.warmup_steps": 100, "train.steps": 60})
     assert not (tmp_path / "runs").exists(), "it was refused before anything was planned or written"
-
-
-def test_what_is_only_doubtful_is_told_with_the_job(call, capsys) -> None:
-    call(changes={"optim.warmup_steps": 40, "train.steps": 60})
-    assert "warning: optim.warmup_steps=40 is 67% of" in capsys.readouterr().out
 
 
 def test_a_data_file_that_is_not_there_is_told_and_refused_where_the_job_is_queued_at_once(call, capsys) -> None:
@@ -124,24 +83,6 @@ def test_a_data_file_that_is_not_there_is_told_and_refused_where_the_job_is_queu
     )
     with pytest.raises(UserError, match=r"data\.train='no/rows\.jsonl'"):
         call(changes=missing, submit=True)
-
-
-@pytest.mark.parametrize("source", ["cards", "hub:rajpurkar/squad", __file__])
-def test_data_that_is_made_fetched_or_there_is_not_missing(source: str, call, capsys) -> None:
-    call(changes={"data.train": source})
-    assert "data.train" not in capsys.readouterr().out
-
-
-def test_estimate_is_called_one(call, capsys) -> None:
-    call(planned(compiled=False))
-    assert "plan h100x4 (estimated, not compiled)" in capsys.readouterr().out
-
-
-def test_idle_gpus_are_told(call, capsys) -> None:
-    call()
-    assert "costs less" not in capsys.readouterr().out
-    call(planned(dataclasses.replace(CHOSEN, strategy="replicate", mesh="2x1", devices_used=2)))
-    assert "2 of the 4 GPUs do the work: --target h100x2 costs less" in capsys.readouterr().out
 
 
 def test_sizes_that_cannot_be_compared_cost_no_job(call, tmp_path: Path, capsys) -> None:
@@ -161,15 +102,10 @@ def test_file_of_ours_is_written_anew_and_any_other_is_kept(call, tmp_path: Path
     call(output=str(file), assignments={"seed": "13"})
     assert "--config.seed=13" in file.read_text(encoding="utf-8")
     file.write_text("echo mine\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"--output .*own\.sh"):
-        call(output=str(file))
+    for path in (file, file / "job.sbatch"):
+        with pytest.raises(UserError, match=str(file)):
+            call(output=str(path))
     assert file.read_text(encoding="utf-8") == "echo mine\n"
-
-
-def test_output_that_cannot_be_written_is_refused_with_its_path(call, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="file"):
-        call(output=str(tmp_path / "file" / "job.sbatch"))
 
 
 def test_a_submitted_job_gets_no_setting_of_the_planner(call, tmp_path: Path, monkeypatch, capsys) -> None:
@@ -182,6 +118,9 @@ def test_a_submitted_job_gets_no_setting_of_the_planner(call, tmp_path: Path, mo
     monkeypatch.setattr(environment, "_before", {"JAX_PLATFORMS": None})  # as `environment.prepare_compiler` leaves it
     call(submit=True)
     assert capsys.readouterr().out.splitlines()[-1] == "platforms= mine=kept"
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    with pytest.raises(UserError, match="--submit"):
+        call(submit=True)
 
 
 def test_jobs_are_planned_for_other_machines_wherever_they_are_written(monkeypatch) -> None:
@@ -208,12 +147,6 @@ def test_what_one_process_fills_is_refused_for_several_nodes(file, changes, rule
     with pytest.raises(UserError, match=rule):
         planner.make(cfg, "2xh100x4", estimate=True)
     hardware.check_processes(cfg, 8, 1)
-
-
-def test_submitting_where_there_is_no_sbatch_is_refused(call, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="--submit: no sbatch"):
-        call(submit=True)
 
 
 def test_a_list_names_the_run_whose_readers_cannot_lie_on_several_nodes(tmp_path: Path) -> None:

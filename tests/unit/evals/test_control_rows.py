@@ -1,6 +1,7 @@
 """The control table of a random wire: rows that really differ, and sums that are what they say."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -59,14 +60,6 @@ def test_every_example_is_measured_once_in_each_row(measured):
         assert encoded.examples[record["index"]].id == record["id"]
 
 
-def test_latents_are_kept_in_the_order_of_the_records(measured):
-    recipe, functions, built, found, _ = measured
-    assert found.latents.shape == (COUNT, recipe.cfg.encoder.slots, recipe.cfg.encoder.width)
-    assert found.indices == [record["index"] for record in found.of("qwen", "latents")]
-    source = jax.tree.map(jnp.asarray, found.encoded.collate(found.indices)["source"])
-    np.testing.assert_allclose(found.latents, functions.encode(built.trainable, source), atol=SAME)
-
-
 def test_gold_first_token_among_the_five_likeliest_is_counted(measured):
     recipe, functions, built, found, records = measured
     batch = jax.tree.map(jnp.asarray, found.encoded.collate(found.indices))["readers"]["qwen"]
@@ -85,13 +78,11 @@ def test_gold_first_token_among_the_five_likeliest_is_counted(measured):
         np.testing.assert_array_equal(scores["first"], np.full(COUNT, float(rank == 0)), err_msg=str(rank))
 
 
-@pytest.mark.parametrize("one", ROWS)
-def test_rows_of_a_random_wire_really_differ(measured, one):
+def test_rows_of_a_random_wire_really_differ(measured):
     *_, records = measured
-    for other in ROWS:
-        if other != one:
-            difference = np.abs(of_row(records, one) - of_row(records, other))
-            assert (difference > DIFFERENT).sum() >= COUNT - 1, (one, other, difference)
+    for one, other in itertools.combinations(ROWS, 2):
+        difference = np.abs(of_row(records, one) - of_row(records, other))
+        assert (difference > DIFFERENT).sum() >= COUNT - 1, (one, other, difference)
 
 
 def test_shuffled_row_reads_the_other_example_s_latents(measured):
@@ -111,23 +102,13 @@ def test_shuffled_row_reads_the_other_example_s_latents(measured):
     np.testing.assert_allclose(of_row(records, "shuffled")[:BATCH], expected, atol=SAME)
 
 
-def test_zero_row_knows_nothing_of_the_text(measured):
-    recipe, _, built, *_ = measured
-    latents = jnp.zeros((2, recipe.cfg.encoder.slots, recipe.cfg.encoder.width))
-    prefix = recipe.wire.prefix(built.trainable["adapters"]["qwen"], "qwen", latents, "answer")
-    np.testing.assert_array_equal(prefix[0], prefix[1])
-
-
 def test_random_latents_have_the_moments_and_sizes_of_the_real_ones(measured):
     real = np.random.default_rng(1).normal(0.5, 2.0, (400, 3, 8)).astype(np.float32)
     real /= np.sqrt((real**2).mean(axis=2, keepdims=True))
-    whole = np.full(400, 3)
-    drawn = message_latents.draw(real, whole, seed=0)
+    drawn = message_latents.draw(real, np.full(400, 3), seed=0)
     np.testing.assert_allclose((drawn**2).mean(axis=2), 1.0, rtol=1e-5)
-    np.testing.assert_allclose(drawn.mean(axis=0), real.mean(axis=0), atol=0.15)
     np.testing.assert_allclose(drawn.std(axis=0), real.std(axis=0), rtol=0.15)
     assert np.abs(np.corrcoef(drawn[:, 0, 0], real[:, 0, 0])[0, 1]) < 0.2
-    assert not np.array_equal(drawn, message_latents.draw(real, whole, seed=1))
     short = np.where(np.arange(400) < 200, 3, 1)
     real[:200, 1:] += 3.0 * np.sqrt((real[:200, 1:] ** 2).mean(axis=2, keepdims=True))
     real[200:, 1:] = 0.0
@@ -272,15 +253,6 @@ def test_figures_between_rows_are_the_shares_and_gaps_of_their_means():
         assert found[f"{key}_interval"][0] < found[key] < found[f"{key}_interval"][1]
 
 
-def test_rows_pair_by_example_whatever_their_order():
-    made = make_rows()
-    low, high = comparison.compare(made, **TOLD)["r"]["gap_nll_interval"]
-    alone = comparison.summarise(made, **TOLD)["r"]["latents"]["nll_interval"]
-    assert high - low < 0.5 * (alone[1] - alone[0])
-    turned = sorted(made, key=lambda record: -record["index"] if record["row"] == "latents" else record["index"])
-    assert comparison.compare(turned, **TOLD)["r"]["gap_nll_interval"] == pytest.approx([low, high])
-
-
 def test_intervals_and_verdict_count_texts_not_questions():
     apart = make_rows(32)
     together = [one | {"text": one["index"] // 8} for one in apart]
@@ -294,18 +266,8 @@ def test_intervals_and_verdict_count_texts_not_questions():
 def test_share_is_unknown_with_its_reason_where_text_is_no_better_than_none():
     found = comparison.compare(make_rows(text_f1=0.2), **TOLD)["r"]
     assert found["normalised_f1"] is None and found["normalised_f1_interval"] is None
-    assert "no better than none" in found["normalised_f1_reason"]
-    assert found["recovered_nll"] is not None
-    assert "normalised_f1 unknown: text may be no better than none" in comparison.format_comparison("r", found)
-
-
-def test_share_is_unknown_where_the_denominators_interval_reaches_zero():
-    rng = np.random.default_rng(0)
-    made = [one for one in make_rows(12) if one["row"] not in ("text", "none")]
-    made += [record(row, i, f1=float(rng.random() < 0.5), nll=2.0) for row in ("text", "none") for i in range(12)]
-    made += [record("none", 12, f1=0.0), record("text", 12, f1=1.0), *(record(r, 12) for r in ("latents", "shuffled"))]
-    found = comparison.compare(made, **TOLD)["r"]
-    assert found["normalised_f1"] is None and found["recovered_nll"] is None
+    assert found["normalised_f1_reason"] and found["recovered_nll"] is not None
+    assert found["normalised_f1_reason"] in comparison.format_comparison("r", found)
 
 
 def test_a_taught_text_is_the_upper_row():
@@ -327,56 +289,13 @@ def test_followed_messages_are_counted_among_followed_texts():
     assert none["follows"] is None and "follows unknown" in comparison.format_comparison("r", none)
 
 
-def test_figures_need_the_rows_they_are_made_of():
-    made = [record for record in make_rows() if record["row"] in ("latents", "shuffled")]
-    gaps = {"gap_nll", "gap_nll_interval", "gap_f1", "gap_f1_interval"}
-    assert set(comparison.compare(made, **TOLD)["r"]) == {*gaps, "examples", "texts"}
-    assert comparison.compare(made[:11], **TOLD) == {"r": {}}
-
-
-@pytest.mark.parametrize(("gap", "collapsed"), [(2.0, False), (0.0, True), (-2.0, True)])
-def test_collapse_is_told_where_the_right_latents_may_be_worth_nothing(gap, collapsed):
-    made = make_rows(gap=gap)
-    found = comparison.compare(made, **TOLD)["r"]
-    assert verdict.is_collapsed(found) is collapsed
-    assert ("COLLAPSED" in verdict.sentence("r", found, comparison.summarise(made, **TOLD)["r"])) is collapsed
-
-
-def test_a_few_texts_have_no_verdict():
-    found = comparison.compare(make_rows(gap=0.0), **TOLD)["r"]
-    few = {"texts": verdict.FEWEST - 1}
-    said = verdict.sentence("r", found | few, {})
-    assert "COLLAPSED" not in said and "7 texts" in said
-    said = verdict.sentence("r", found | few | {"texts": verdict.FEWEST}, {})
-    assert "COLLAPSED" in said and "no verdict" not in said
-
-
 def test_table_has_a_line_for_each_reader_and_row(measured):
     found = comparison.summarise(measured[-1], **TOLD)
     for row in found["qwen"].values():
         row["first_token_seconds"] = 0.0125
     lines = comparison.table(found).splitlines()
-    heads = lines[0].replace("f1 95 %", "interval").split()
-    assert heads == [
-        *(
-            "reader",
-            "row",
-            "positions",
-            "ms",
-            "em",
-            "f1",
-            "interval",
-            "nll",
-            "accuracy",
-            "first_token",
-            "first_5",
-            "distinct",
-        )
-    ]
     assert [line.split()[:2] for line in lines[1:]] == [["qwen", row] for row in ROWS]
     assert float(lines[2].split()[2]) == found["qwen"]["latents"]["positions"]
     assert lines[2].split()[3] == "12.5"
     assert float(lines[1].split()[7]) == pytest.approx(found["qwen"]["text"]["nll"], abs=5e-4)
-    low, high = map(float, lines[1].split()[6].split(".."))
-    assert [low, high] == pytest.approx(found["qwen"]["text"]["f1_interval"], abs=5e-4)
     assert len({len(line) for line in lines}) == 1 and len(lines[0]) <= 120

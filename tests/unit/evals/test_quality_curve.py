@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from matplotlib.colors import to_hex
 
 from lw_jax.evals import comparison, control_rows, quality_curve
 from lw_jax.evals.wire_functions import WireFunctions
@@ -127,17 +126,12 @@ def test_answers_are_generated_only_for_a_curve_of_f1(wire, found):
         assert point["nll"] == pytest.approx(same["nll"], abs=1e-5)
 
 
-def test_codings_are_of_each_text_by_itself():
-    one, two = "Mara Ellis lives in Lisbon. " * 40, "é"
-    found = quality_curve.measure_texts([one, two])
-    assert list(found) == ["UTF-8", "gzip", "zstd", "brotli"]
-    assert found["UTF-8"] == (len(one) + 2) / 2
-    assert found["gzip"] == sum(len(gzip.compress(text.encode(), 9)) for text in (one, two)) / 2
-    alone = quality_curve.measure_texts([one])
-    assert max(alone["zstd"], alone["brotli"]) < alone["gzip"] < alone["UTF-8"] / 5
+def encoded_examples(wire):
+    measured = wire[-1]
+    return [measured.encoded.examples[measured.indices[i]] for i in (0, 2, 4)]
 
 
-def test_csv_has_a_row_for_each_point_and_blanks_where_nothing_was_generated(found, tmp_path):
+def test_csv_and_picture_have_every_point_and_texts_are_coded_one_by_one(wire, found, tmp_path):
     quality_curve.write_csv(found, tmp_path / "bytes.csv")
     with (tmp_path / "bytes.csv").open(newline="", encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
@@ -145,35 +139,12 @@ def test_csv_has_a_row_for_each_point_and_blanks_where_nothing_was_generated(fou
     for line, point in zip(lines, found.points, strict=True):
         assert float(line["nll"]) == point["nll"] and line["reader"] == point["reader"]
         assert float(line["framed_bytes"]) == point["framed_bytes"] and line["f1"] == ""
-
-
-def test_table_has_a_line_for_each_size_and_one_for_the_texts(found):
-    lines = quality_curve.table(found).splitlines()
-    assert len(lines) == 1 + 3 + 1
-    first = lines[1].split()
-    assert first[:3] == ["5", "24", "16"] and first[4] == str(codec.framed_bytes(5, 24, 16))
-    assert float(first[5]) == pytest.approx(found.points[0]["nll"], abs=5e-4)
-    assert float(first[6]) == pytest.approx(found.points[1]["nll"], abs=5e-4)
-    assert f"UTF-8 {found.text_bytes['UTF-8']:.0f}" in lines[-1]
-
-
-def test_picture_has_a_panel_for_each_reader_with_every_point_and_reference(found, tmp_path):
-    changed = [point | {"slots": 3} for point in found.points]
-    figure = figures.draw_curve(dataclasses.replace(found, points=[*found.points, *changed]))
-    assert len(figure.axes) == 2
+    figure = figures.draw_curve(found)
     for panel, name in zip(figure.axes, ("llama", "qwen"), strict=True):
-        assert panel.get_xscale() == "log" and panel.get_ylabel().startswith(name)
-        drawn = {line.get_label(): line for line in panel.get_lines()}
-        own = sorted((p["framed_bytes"], p["nll"]) for p in found.points if p["reader"] == name)
-        for label in ("5 slots x 24", "3 slots x 24"):
-            np.testing.assert_allclose(drawn[label].get_xydata(), own)
-        assert to_hex(drawn["5 slots x 24"].get_color()) != to_hex(drawn["3 slots x 24"].get_color())
-        upright = {line.get_xdata()[0] for line in panel.get_lines() if list(line.get_ydata()) == [0, 1]}
-        assert upright == set(found.text_bytes.values())
-        level = {line.get_ydata()[0] for line in panel.get_lines() if list(line.get_xdata()) == [0, 1]}
-        assert level == {found.references[name][row]["nll"] for row in ("text", "none")}
-    words = [text.get_text() for text in figure.axes[0].texts]
-    assert {"the text itself", "no context"} <= set(words)
-    assert all(any(coding in word for word in words) for coding in found.text_bytes)
-    figure.savefig(tmp_path / "bytes.png")
-    assert (tmp_path / "bytes.png").read_bytes().startswith(b"\x89PNG")
+        drawn = [line.get_xydata() for line in panel.get_lines() if line.get_label() == "5 slots x 24"]
+        np.testing.assert_allclose(
+            drawn[0], sorted((p["framed_bytes"], p["nll"]) for p in found.points if p["reader"] == name)
+        )
+    texts = [example.context.encode() for example in encoded_examples(wire)]
+    assert found.text_bytes["UTF-8"] == np.mean([len(text) for text in texts])
+    assert found.text_bytes["gzip"] == np.mean([len(gzip.compress(text, 9)) for text in texts])

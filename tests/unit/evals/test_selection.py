@@ -50,13 +50,6 @@ def test_word_scores_the_sum_of_its_tokens_and_one_of_too_many_is_none():
     np.testing.assert_allclose(selection.score(selection.words(text, spans), scored), [3.0, -np.inf, 1.5])
 
 
-def test_token_of_marks_scores_for_no_word_and_text_beyond_the_tokens_has_none():
-    text = "(a) b c"
-    scored = Scored(np.array([(0, 1), (1, 2), (2, 3), (3, 5)], np.int32), np.array([9, 1, 9, 2], np.float32))
-    np.testing.assert_allclose(selection.score(selection.words(text, scored.spans), scored), [1.0, 2.0, -np.inf])
-    assert selection.choose(text, scored, Letters(), room=9) == "a b"
-
-
 def test_scripts_without_blanks_are_parted_where_a_token_ends():
     text = "(東京)は日本 GPT-4は。"
     # 京 is two tokens of a byte-level vocabulary, 日本 is one, and GPT-4 three; the last two characters have none.

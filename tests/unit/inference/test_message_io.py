@@ -38,30 +38,27 @@ def test_message_goes_to_a_file_or_alone_to_standard_output(tmp_path: Path, monk
     assert pipe.buffer.getvalue() == b"LWJX\xff\n"
 
 
-@pytest.mark.parametrize("read", [message_io.read_text, message_io.read_message])
-def test_what_cannot_be_read_is_refused_with_flag_path_and_reason(tmp_path: Path, read) -> None:
-    flag = "--context" if read is message_io.read_text else "--message"
-    (tmp_path / "empty").write_bytes(b"")
-    reasons = {"no": "No such file or directory", "": "Is a directory", "empty": "empty"}
-    for name, reason in reasons.items():
-        path = str(tmp_path / name)
-        with pytest.raises(UserError, match=f"{flag} {path}: {reason}"):
-            read(path)
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (None, "No such file"),
+        (b"", "empty"),
+        (b" \n\t", "empty"),
+        ("".encode("utf-8-sig"), "empty"),
+        (b"\xff", "UTF-8"),
+    ],
+)
+def test_what_is_no_text_is_refused_with_flag_and_path(tmp_path: Path, content: bytes | None, named: str) -> None:
+    file = tmp_path / "one"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=f"--context {file}: .*{named}"):
+        message_io.read_text(str(file))
 
 
-def test_text_of_blanks_or_of_another_encoding_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "blank").write_bytes(b" \n\t")
-    with pytest.raises(UserError, match="empty"):
-        message_io.read_text(str(tmp_path / "blank"))
-    (tmp_path / "mark").write_bytes("".encode("utf-8-sig"))
-    with pytest.raises(UserError, match="empty"):
-        message_io.read_text(str(tmp_path / "mark"))
-    (tmp_path / "latin").write_bytes(b"\xe9\xff")
-    with pytest.raises(UserError, match="UTF-8"):
-        message_io.read_text(str(tmp_path / "latin"))
-
-
-def test_message_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_message_that_cannot_be_read_or_written_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "no" / "one"):
+        with pytest.raises(UserError, match=f"--message {path}: "):
+            message_io.read_message(str(path))
         with pytest.raises(UserError, match=f"--write {path}: "):
             message_io.write_message(b"x", str(path))

@@ -100,12 +100,10 @@ def test_keys_and_values_with_what_follows_are_the_prompt(kv):
 
 def test_what_cannot_be_given_is_refused_by_name(wire, kv, root):
     message, other = wire.write(TEXT), kv.write(TEXT)
-    calls = [wire.prompt_embeds, lambda message, reader, question: wire.prefix(message, reader), wire.read]
-    for call in calls:
+    foreign = codec.pack(np.ones((5, 24), np.float32), bits=8, encoder="00" * 8)
+    for call in (wire.prompt_embeds, lambda message, reader, question: wire.prefix(message, reader)):
         with pytest.raises(UserError, match=r"reader 'gemma'.*llama, qwen"):
             call(message, "gemma", "Who?")
-    foreign = codec.pack(np.ones((5, 24), np.float32), bits=8, encoder="00" * 8)
-    for call in calls:
         with pytest.raises(UserError, match=wire.encoder_fingerprint):
             call(foreign, READER, "Who?")
     with pytest.raises(UserError, match=r"prefix_kv.*adapter\.kind='embeddings'.*prompt_embeds"):
@@ -117,7 +115,7 @@ def test_what_cannot_be_given_is_refused_by_name(wire, kv, root):
     for messages, questions in (([message], "Who?"), ([message] * 2, ["Who?"]), (message, [])):
         with pytest.raises(UserError, match="message"):
             wire.read(messages, READER, questions)
-    with pytest.raises(UserError, match="stream=True with 2"):
+    with pytest.raises(UserError, match="stream=True"):
         wire.read(message, READER, ["Who?", "Where?"], stream=True)
-    with pytest.raises(UserError, match="example 'prompt'.*question_tokens|question_tokens"):
+    with pytest.raises(UserError, match="question_tokens"):
         wire.read(message, READER, ["Who?", "where " * 400])

@@ -27,11 +27,10 @@ def teach(root, **places):
 def test_vector_is_the_same_on_any_devices(tmp_path_factory, monkeypatch, tmp_path):
     root = tmp_path_factory.getbasetemp() / "readers"
     found = []
-    for number, places in enumerate(({}, {"devices": 4}, {"devices": 2, "model": 2, "mesh__model": 2})):
+    for number, places in enumerate(({}, {"devices": 4, "model": 2, "mesh__model": 2})):
         monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / str(number)))
         found.append(teach(root, **places))
-    for one in found[1:]:
-        np.testing.assert_allclose(one / found[0].std(), found[0] / found[0].std(), atol=SAME)
+    np.testing.assert_allclose(found[1] / found[0].std(), found[0] / found[0].std(), atol=SAME)
 
 
 def test_a_damaged_vector_in_the_cache_is_trained_anew(tmp_path_factory, tmp_path):
@@ -40,16 +39,10 @@ def test_a_damaged_vector_in_the_cache_is_trained_anew(tmp_path_factory, tmp_pat
     (file,) = (sources.cache_root() / "taught").glob("*.npy")
     whole = file.read_bytes()
     np.save(tmp_path / "nan.npy", np.full_like(found, np.nan))
-    for damaged in (b"", whole[:-5], (tmp_path / "nan.npy").read_bytes(), whole.replace(b"<f4", b"<i4")):
+    for damaged in (whole[:-5], (tmp_path / "nan.npy").read_bytes()):
         file.write_bytes(damaged)
         np.testing.assert_array_equal(teach(root), found)
         assert file.read_bytes() == whole
-
-
-def test_packed_readers_teach_too(tmp_path_factory):
-    root = tmp_path_factory.getbasetemp() / "readers"
-    found = teach(root, llms__llama__weights="int8")
-    assert np.isfinite(found).all() and found.std() > 0
 
 
 def sums(recipe, fields, *, whole=False):
@@ -75,13 +68,6 @@ def check_same(found, wanted):
     np.testing.assert_allclose(
         found[1]["tasks"], wanted[1]["tasks"], atol=1e-4 * float(np.abs(wanted[1]["tasks"]).max())
     )
-
-
-def test_text_read_without_gradient_gives_the_gradient_of_the_whole_prompt(root):
-    recipe = tiny.make_recipe(root, only="qwen", compute__dtype="fp32")
-    encoded = recipe.data("validation", rows=taught_text.FIELDS)
-    fields = encoded.collate([0, 1, 2], rows=taught_text.FIELDS)["readers"]["qwen"]
-    check_same(sums(recipe, fields), sums(recipe, fields, whole=True))
 
 
 def test_a_text_read_once_for_all_of_its_questions_teaches_as_they_do_one_by_one(root):

@@ -11,7 +11,7 @@ from lw_jax.planning import hlo_counts
 
 SAME = 1e-5  # fp32 sums of a few hundred terms of unit size
 B, T, V, D = 3, 5, 7, 6
-CHUNKS = [0, 1, 2, 5, 9]
+CHUNKS = [0, 2, 9]
 
 
 @pytest.fixture(scope="module")
@@ -94,22 +94,6 @@ def test_no_product_is_computed_twice_and_no_more_logits_exist_than_a_chunk_s(ca
     for function, arguments in ((jax.grad(of_states), (hidden,)), (jax.grad(of_both, (0, 1)), (hidden, table))):
         every = f"f32[{B},{T},{V + 4}]"
         assert (every in str(jax.make_jaxpr(function)(*arguments))) == (chunk == 0)
-
-
-def test_narrow_states_have_products_of_their_own_kind_and_the_table_sums_in_its_own(case):
-    hidden, table, targets, weights = case
-    narrow = hidden.astype(jnp.bfloat16)
-
-    def total(hidden, table, chunk):
-        return chunked.summed_nll(hidden, table, targets, weights, chunk=chunk)[0]
-
-    of_states, of_table = jax.grad(total, (0, 1))(narrow, table, 2)
-    assert (of_states.dtype, of_table.dtype) == (jnp.bfloat16, jnp.float32)
-    wanted = jax.grad(total, (0, 1))(hidden, table, 0)
-    for one, other in zip((of_states, of_table), wanted, strict=True):
-        assert float(jnp.abs(one.astype(jnp.float32) - other).max() / jnp.abs(other).max()) < 0.02
-    slopes = jax.grad(lambda x: jnp.sum(chunked.token_logp(x, table, targets, chunk=2)[0]))(narrow)
-    assert slopes.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(

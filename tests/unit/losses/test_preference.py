@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 
 import jax
@@ -26,7 +25,7 @@ BATCHES = [
     for part in REFERENCE["trl"].values()
     for batch in part.get("batches", [])
 ]
-BETA, B = 0.1, 5
+BETA = 0.1
 
 
 def read_pairs() -> preference.LogProbs:
@@ -40,17 +39,6 @@ def make_pairs(chosen, rejected) -> preference.LogProbs:
     return preference.LogProbs(chosen - 8, rejected - 4, -8 * one, -4 * one, 7 * one, 3 * one)
 
 
-def swap(logps: preference.LogProbs) -> preference.LogProbs:
-    return preference.LogProbs(
-        chosen=logps.rejected,
-        rejected=logps.chosen,
-        ref_chosen=logps.ref_rejected,
-        ref_rejected=logps.ref_chosen,
-        chosen_tokens=logps.rejected_tokens,
-        rejected_tokens=logps.chosen_tokens,
-    )
-
-
 def differentiate(logps, each_of):
     """Returns the losses of each pair, and the gradients of their sum by chosen and rejected log-probabilities."""
 
@@ -60,14 +48,6 @@ def differentiate(logps, each_of):
 
     (_, each), gradients = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(logps.chosen, logps.rejected)
     return each, *gradients
-
-
-def test_reference_holds_every_kind_at_several_betas():
-    newest = next(part for version, part in REFERENCE["trl"].items() if not version.startswith("0."))
-    assert {case["kind"] for case in newest["cases"]} == set(preference.LOSSES)
-    assert len({case["beta"] for case in newest["cases"]}) == 3
-    smoothed = {case["kind"] for param in CASES for case in param.values if case["label_smoothing"]}
-    assert smoothed == set(validation.SMOOTHED)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -122,61 +102,10 @@ def test_metrics_are_those_of_trl(batch):
         np.testing.assert_allclose(each.mean(), batch["metrics"][name], rtol=SAME, atol=CANCELLED, err_msg=name)
 
 
-AT_REFERENCE = {
-    "sigmoid": math.log(2),
-    "robust": math.log(2),
-    "sigmoid_norm": math.log(2),
-    "ipo": 1 / (4 * BETA**2),
-    "hinge": 1.0,
-    "apo_zero": 1.0,
-    "apo_down": 1.0,
-    "nca_pair": 2 * math.log(2),
-    "bco_pair": 2 * math.log(2),
-    "sft": 8 / 7,  # nats over tokens
-}
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("kind", preference.LOSSES)
-def test_loss_at_the_reference_is_known(kind, smoothing):
-    each = preference.loss(kind, make_pairs([0.0] * B, [0.0] * B), beta=BETA, label_smoothing=smoothing)
-    np.testing.assert_allclose(each, [AT_REFERENCE[kind]] * B, rtol=SAME)
-
-
-def test_swapped_completions_swap_rewards_and_flip_margins():
-    pairs = read_pairs()
-    chosen, rejected = preference.rewards(pairs, beta=BETA)
-    swapped_chosen, swapped_rejected = preference.rewards(swap(pairs), beta=BETA)
-    assert (chosen == swapped_rejected).all() and (rejected == swapped_chosen).all() and (chosen != rejected).any()
-    margins, flipped = (preference.metrics(p, beta=BETA)["rewards/margins"] for p in (pairs, swap(pairs)))
-    assert (margins == -flipped).all()
-
-
-def test_smoothed_sigmoid_blames_the_swapped_pair_for_its_share():
-    pairs = read_pairs()
-    plain, swapped = (preference.loss("sigmoid", p, beta=BETA, label_smoothing=0.0) for p in (pairs, swap(pairs)))
-    smoothed = preference.loss("sigmoid", pairs, beta=BETA, label_smoothing=0.3)
-    np.testing.assert_allclose(smoothed, 0.7 * plain + 0.3 * swapped, rtol=SAME)
-    assert not np.allclose(smoothed, plain)
-
-
-def test_robust_loss_has_the_plain_one_as_its_mean_over_flipped_labels():
-    pairs = read_pairs()
-    kept, flipped = (preference.loss("robust", p, beta=BETA, label_smoothing=0.3) for p in (pairs, swap(pairs)))
-    plain = preference.loss("sigmoid", pairs, beta=BETA, label_smoothing=0.0)
-    np.testing.assert_allclose(0.7 * kept + 0.3 * flipped, plain, rtol=1e-5, atol=SAME)  # differences of larger terms
-
-
 @pytest.mark.parametrize("kind", sorted(set(preference.LOSSES) - set(validation.SMOOTHED)))
 def test_kinds_that_do_not_smooth_are_unchanged_by_it(kind):
     plain, smoothed = (preference.loss(kind, read_pairs(), beta=BETA, label_smoothing=e) for e in (0.0, 0.1))
     assert (plain == smoothed).all()
-
-
-@pytest.mark.parametrize("kind", validation.SMOOTHED)
-def test_kinds_that_smooth_are_changed_by_it(kind):
-    plain, smoothed = (preference.loss(kind, read_pairs(), beta=BETA, label_smoothing=e) for e in (0.0, 0.1))
-    assert (plain != smoothed).any()
 
 
 def test_equal_rewards_are_not_accurate():
@@ -184,39 +113,11 @@ def test_equal_rewards_are_not_accurate():
     assert accurate.tolist() == [1.0, 0.0, 0.0]
 
 
-def test_weights_add_losses_up():
-    pairs = read_pairs()
-    found = preference.combined(("hinge", "sft", "sigmoid"), (2.0, 0.5, 0.0), pairs, beta=BETA, label_smoothing=0.1)
-    hinge, sft = (preference.loss(kind, pairs, beta=BETA, label_smoothing=0.1) for kind in ("hinge", "sft"))
-    np.testing.assert_allclose(found, 2 * hinge + 0.5 * sft, rtol=SAME)
-    assert found.shape == pairs.chosen.shape
-
-
-@pytest.mark.parametrize("margin", [1e4, -1e4])
 @pytest.mark.parametrize("kind", preference.LOSSES)
-def test_extreme_margins_have_finite_gradients(kind, margin):
-    @jax.jit
-    def run(pairs):
-        return differentiate(pairs, lambda logps: preference.loss(kind, logps, beta=1.0, label_smoothing=0.1))
-
-    for pairs in (make_pairs([margin], [0.0]), make_pairs([0.0], [-margin]), make_pairs([margin], [-margin])):
-        assert all(np.isfinite(value).all() for value in run(pairs))
-
-
-def test_losing_pairs_keep_their_gradient_at_extreme_margins():
-    _, chosen, rejected = differentiate(
-        make_pairs([-1e4], [0.0]), lambda logps: preference.loss("sigmoid", logps, beta=0.5, label_smoothing=0.0)
-    )
-    assert chosen.tolist() == [-0.5] and rejected.tolist() == [0.5]
-
-
-def test_pairs_are_one_tree_of_six_arrays():
-    pairs = read_pairs()
-    assert len(jax.tree.leaves(pairs)) == 6
-    jitted = jax.jit(preference.combined, static_argnums=(0, 1), static_argnames=("beta", "label_smoothing"))
-    found = jitted(("ipo", "robust"), (1.0, 1.0), pairs, beta=BETA, label_smoothing=0.1)
-    eager = preference.combined(("ipo", "robust"), (1.0, 1.0), pairs, beta=BETA, label_smoothing=0.1)
-    np.testing.assert_allclose(found, eager, rtol=SAME)
+def test_extreme_margins_have_finite_gradients(kind):
+    pairs = make_pairs([1e4, -1e4, 0.0, 1e4], [0.0, 0.0, 1e4, -1e4])
+    found = differentiate(pairs, lambda logps: preference.loss(kind, logps, beta=1.0, label_smoothing=0.1))
+    assert all(np.isfinite(value).all() for value in found)
 
 
 def test_losses_are_those_that_a_configuration_may_name():

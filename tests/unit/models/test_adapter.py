@@ -42,16 +42,6 @@ def test_output_starts_at_the_reader_s_embedding_size(latents):
     assert size(prefix) == pytest.approx(TARGET, rel=CALIBRATED)
 
 
-def test_gain_is_trained_and_scales_the_prefix(latents):
-    one, params = make()
-    assert params["gain"].shape == () and params["gain"].dtype == jnp.float32
-    before = one.bind(params)(latents, "answer")
-    after = one.bind(params | {"gain": 3 * params["gain"]})(latents, "answer")
-    np.testing.assert_allclose(after, 3 * before, rtol=1e-5)
-    gradient = jax.grad(lambda params: jnp.sum(jnp.square(read(one, params, latents))))(params)
-    assert gradient["gain"] > 0
-
-
 def test_linear_path_stands_beside_the_layers(latents):
     one, params = make()
     quiet = params | {"down": jax.tree.map(jnp.zeros_like, params["down"])}
@@ -59,17 +49,6 @@ def test_linear_path_stands_beside_the_layers(latents):
     expected = np.einsum("bmz,zd->bmd", np.asarray(latents), kernel) * np.asarray(params["gain"])
     np.testing.assert_allclose(read(one, quiet, latents), expected, atol=1e-6)  # values near 0.01
     assert size(np.asarray(read(one, params, latents)) - expected) > 0.1 * TARGET
-
-
-def test_zero_latents_stay_finite():
-    one, params = make()
-    assert jnp.isfinite(one.bind(params)(jnp.zeros((1, SLOTS, WIDTH)), "answer")).all()
-
-
-def test_rms_is_measured_in_fp32():
-    x = jnp.full((3, 4), 300.0, jnp.float16)  # its square overflows fp16
-    assert float(adapter.rms(x, axis=None).reshape(())) == 300.0
-    assert adapter.rms(x, axis=(1,)).shape == (3, 1)
 
 
 def test_each_task_has_a_vector_of_its_own_behind_the_same_prefix(latents):
@@ -83,13 +62,6 @@ def test_each_task_has_a_vector_of_its_own_behind_the_same_prefix(latents):
         np.testing.assert_allclose(whole[task][:, -1], np.tile(vector, (11, 1)), rtol=1e-6)
         # As large as the rest, whatever the gain: a reader that is used to its embeddings' size can read it.
         assert size(whole[task][:, -1]) == pytest.approx(TARGET, rel=0.3)  # 58 drawn values
-
-
-def test_only_the_asked_task_s_vector_learns(latents):
-    one, params = make()
-    gradient = jax.grad(lambda params: jnp.sum(one.bind(params)(latents, "reconstruct")[:, -1]))(params)["tasks"]
-    moved = np.abs(np.asarray(gradient)).max(axis=1) > 0
-    assert moved.tolist() == [task == "reconstruct" for task in TASKS]
 
 
 KV = adapter.KVShape(layers=3, heads=2, head_dim=7, width=OUT)
@@ -122,12 +94,5 @@ def test_each_layers_keys_and_values_have_a_gain_of_their_own(keys_values, laten
         np.testing.assert_allclose(found.k[layer], gain[layer, 0] * plain.k[layer], rtol=1e-5)
         np.testing.assert_allclose(found.v[layer], gain[layer, 1] * plain.v[layer], rtol=1e-5)
     np.testing.assert_array_equal(found.task, plain.task)
-
-
-def test_the_tasks_vector_has_its_own_size_behind_keys_and_values(keys_values, latents):
-    one, params = keys_values
-    whole = {task: one.bind(params | {"task_gain": jnp.asarray(TARGET)})(latents, task) for task in TASKS}
-    for number, task in enumerate(TASKS):
-        expected = np.tile(TARGET * np.asarray(params["tasks"][number]), (11, 1))
-        np.testing.assert_allclose(whole[task].task[:, 0], expected, rtol=1e-6)
-        np.testing.assert_array_equal(whole[task].k, whole["answer"].k)
+    larger = one.bind(params | {"task_gain": 3 * params["task_gain"]})(latents, "answer")
+    np.testing.assert_allclose(larger.task, 3 * plain.task, rtol=1e-5)

@@ -3,7 +3,6 @@
 import math
 import re
 import struct
-import time
 import zlib
 
 import jax
@@ -15,13 +14,12 @@ from lw_jax.core.errors import UserError
 from lw_jax.models import codec
 
 ENCODER = "0123456789abcdef"
-OTHER = "f" * 16
 SLOTS, WIDTH = 7, 13  # 91 values: no whole byte at 2, 4 or 6 bits, and no power of two
 HEADER = 22
-FP16 = 2.0**-11  # relative, half a unit in the last place
 FEWER = tuple(bits for bits in codec.BITS if bits < 16)
 # Least mean squared errors of N(0, 1): Max 1960, table I, at 2 and 4 bits; at 6 and 8 bits by the integration below.
-DISTORTION = {8: 4.12e-5, 6: 6.44e-4, 4: 0.009501, 2: 0.1175}
+DISTORTION = {16: 2.0**-22, 8: 4.12e-5, 6: 6.44e-4, 4: 0.009501, 2: 0.1175}  # of 16 bits: fp16's, relative
+RMS_OF_FP16 = 2.0**-11
 PUBLISHED = 1e-3  # relative: the four digits that the table prints
 NEAR = 1.2  # times the Gaussian figure: few values a slot, and samples of them
 SAME = 2e-6  # fp32 sums of unit values in another order
@@ -76,20 +74,10 @@ def test_levels_reach_the_gaussian_distortion_and_are_their_cells_means(bits):
     np.testing.assert_allclose(levels, means, atol=1e-4)  # the sum's grid cuts cells at 1e-5
 
 
-def test_largest_codebook_is_quick():
-    start = time.thread_time()
-    codec.levels.__wrapped__(8)
-    assert time.thread_time() - start < 1.0
-
-
-def test_two_bits_are_max_s_printed_levels():
-    np.testing.assert_allclose(codec.levels(2), [-1.510, -0.4528, 0.4528, 1.510], atol=5e-4)
-
-
 # --- the rotation ---
 
 
-@pytest.mark.parametrize("width", [1, 2, 5, 13, 24, 64])
+@pytest.mark.parametrize("width", [1, 2, 13, 64])
 def test_rotation_is_orthogonal(width):
     turn = codec.rotation(width).astype(np.float64)
     np.testing.assert_allclose(turn @ turn.T, np.eye(width), atol=SAME)
@@ -104,31 +92,16 @@ def test_rotation_never_changes():
     assert found == {13: 2099078786, 64: 1950473152}
 
 
-@pytest.mark.parametrize("width", [24, 31, 64, 256])
-def test_every_value_of_a_rotated_slot_meets_every_other(width):
-    assert np.abs(codec.rotation(width)).max() < 0.8  # 1 would hand a value through alone
-
-
 @pytest.mark.parametrize("bits", FEWER)
-@pytest.mark.parametrize("width", [24, 31, 96, 256])
-@pytest.mark.parametrize("loud", ["none", "anywhere", "last"])
-def test_error_is_near_the_gaussian_figure_whatever_the_directions(bits, width, loud):
+@pytest.mark.parametrize("width", [24, 31, 256])
+def test_error_is_near_the_gaussian_figure_whatever_the_directions(bits, width):
     values = np.random.default_rng(1).normal(size=(400, width))
-    dims = {"none": [], "anywhere": [1, 5, width - 1], "last": [width - 3, width - 2, width - 1]}[loud]
-    values[:, dims] *= 2 * math.sqrt(width)  # together they carry more than nine tenths of the power
+    values[:, [1, 5, width - 1]] *= 2 * math.sqrt(width)  # together they carry more than nine tenths of the power
     values = unit(values)
     assert np.mean((arrive(values, bits) - values) ** 2) < NEAR * DISTORTION[bits]
 
 
 # --- there and back ---
-
-
-def test_sixteen_bits_keep_half_a_unit_in_the_last_place(latents):
-    message = codec.pack(latents, bits=16, encoder=ENCODER)
-    back = codec.unpack(message, encoder=ENCODER)
-    assert back.dtype == np.float32 and back.shape == (SLOTS, WIDTH)
-    np.testing.assert_allclose(back, latents, rtol=FP16, atol=2.0**-25)
-    assert not np.array_equal(back, latents)
 
 
 @pytest.mark.parametrize(("bits", "payload"), [(16, 182), (8, 91), (6, 69), (4, 46), (2, 23)])
@@ -147,27 +120,19 @@ def test_four_values_of_six_bits_lie_in_three_bytes_most_significant_first():
     assert codec.pack(values, bits=6, encoder=ENCODER)[HEADER:] == expected
 
 
-@pytest.mark.parametrize("bits", FEWER)
-@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (5, 1), (SLOTS, WIDTH), (3, 64)])
+@pytest.mark.parametrize("bits", codec.BITS)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (5, 1), (SLOTS, WIDTH)])
 def test_every_shape_comes_back_with_unit_rms(bits, shape):
     latents = draw(*shape)
     back = arrive(latents, bits)
     assert back.dtype == np.float32 and back.shape == shape
-    np.testing.assert_allclose(np.sqrt(np.mean(back**2, axis=1)), 1, atol=SAME)
+    np.testing.assert_allclose(np.sqrt(np.mean(back**2, axis=1)), 1, atol=SAME if bits < 16 else RMS_OF_FP16)
     assert np.mean((back - latents) ** 2) < 2 * DISTORTION[bits]
 
 
-@pytest.mark.parametrize("bits", FEWER)
-def test_more_bits_lose_less(bits):
-    latents = draw(50, 24)
-    losses = [np.mean((arrive(latents, one) - latents) ** 2) for one in codec.BITS]
-    assert losses == sorted(losses) and losses[0] < 1e-6
-
-
 @pytest.mark.parametrize("bits", codec.BITS)
-@pytest.mark.parametrize("width", [13, 64])
-def test_training_sees_what_a_message_brings(bits, width):
-    latents = draw(300, width)
+def test_training_sees_what_a_message_brings(bits):
+    latents = draw(300, 64)
     found = np.asarray(jax.jit(codec.quantise, static_argnums=1)(jnp.asarray(latents), bits))
     # A value at a threshold may fall to either side, by the order of the rotation's sums: its slot differs by a step.
     apart = np.abs(found - arrive(latents, bits)).max(axis=1) > SAME * 4
@@ -230,36 +195,24 @@ def test_empty_slots_are_sent_as_zeros_with_finite_gradients():
     assert not np.any(sent[0, 1]) and np.any(sent[0, 0]) and np.all(np.isfinite(gradient))
 
 
-def test_example_of_no_named_choice_is_seen():
-    sent = codec.send(jnp.asarray(draw(2, 3, 5)), jnp.array([5, 4]), jnp.array([4, 4]), choices=((5, 4),))
-    assert np.all(np.isfinite(sent[0])) and np.all(np.isnan(sent[1]))
-
-
 # --- refusals ---
 
 
-@pytest.mark.parametrize("bits", codec.BITS)
-@pytest.mark.parametrize("factor", [0.0, 0.9, 1.1, float("nan")])
-def test_latents_without_unit_rms_are_refused_with_the_slot(latents, bits, factor):
-    latents[4] *= np.float32(factor)
-    with pytest.raises(UserError, match="slot 4"):
-        codec.pack(latents, bits=bits, encoder=ENCODER)
+@pytest.mark.parametrize(
+    ("values", "given", "named"),
+    [
+        *((draw(5, WIDTH) * np.array([[1], [1], [x], [1], [1]], np.float32), {}, "slot 2") for x in (0, 0.9, np.nan)),
+        *((np.ones(one, np.float32), {}, re.escape(str(one))) for one in ((0, 5), (5,), (2, 3, 5), (2**16, 1))),
+        (draw(SLOTS, WIDTH), {"bits": 3}, "bits=3"),
+        (draw(SLOTS, WIDTH), {"encoder": ENCODER * 2}, f"encoder='{ENCODER * 2}"),
+    ],
+)
+def test_what_a_frame_cannot_say_is_not_written(values, given, named):
+    with pytest.raises(UserError, match=named):
+        codec.pack(values, **{"bits": 8, "encoder": ENCODER} | given)
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (5,), (2, 3, 5), (2**16, 1)])
-def test_shapes_that_no_frame_names_are_refused(shape):
-    with pytest.raises(UserError, match=re.escape(str(shape))):
-        codec.pack(np.ones(shape, np.float32), bits=8, encoder=ENCODER)
-
-
-@pytest.mark.parametrize("asked", [{"bits": 3}, {"encoder": ENCODER * 2}])
-def test_what_a_frame_cannot_say_is_refused(latents, asked):
-    (name, value), *_ = asked.items()
-    with pytest.raises(UserError, match=f"{name}='?{value}"):
-        codec.pack(latents, **{"bits": 8, "encoder": ENCODER} | asked)
-
-
-@pytest.mark.parametrize("bits", codec.BITS)
+@pytest.mark.parametrize("bits", [16, 2])
 def test_any_flipped_bit_is_noticed(bits):
     message = codec.pack(draw(2, 3), bits=bits, encoder=ENCODER)
     for position in range(8 * len(message)):
@@ -267,12 +220,6 @@ def test_any_flipped_bit_is_noticed(bits):
         broken[position // 8] ^= 1 << position % 8
         with pytest.raises(UserError):
             codec.unpack(bytes(broken), encoder=ENCODER)
-
-
-def test_another_encoder_is_refused_with_both_names(latents):
-    message = codec.pack(latents, bits=8, encoder=ENCODER)
-    with pytest.raises(UserError, match=f"{ENCODER}.*{OTHER}"):
-        codec.unpack(message, encoder=OTHER)
 
 
 def sealed(bits: int, slots: int, width: int, payload: bytes) -> bytes:
@@ -288,6 +235,7 @@ def with_slot(value: float) -> bytes:
 
 WHOLE = sealed(8, SLOTS, WIDTH, bytes(range(SLOTS * WIDTH)))
 REFUSED = [
+    (relabel(WHOLE, encoder=b"\x12" * 8), f"{'12' * 8}.*{'0' * 16}"),
     *((message, f"{len(message)} bytes") for message in (b"", b"LWJX", b"hello, this is no latent message at all")),
     *((relabel(WHOLE, version=version)[:end], f"version {version}") for version in (0, 2) for end in (5, HEADER, 113)),
     *((relabel(WHOLE, bits=bits), f"of {bits} bits") for bits in (0, 3, 32)),
@@ -307,7 +255,3 @@ REFUSED = [
 def test_what_no_writer_sends_is_refused_by_name(message, words):
     with pytest.raises(UserError, match=words):
         codec.unpack(message, encoder="0" * 16)
-
-
-def test_values_are_read_as_they_are_sealed():
-    assert np.array_equal(codec.unpack(with_slot(1.0), encoder="0" * 16), np.ones((3, 5)))

@@ -50,17 +50,6 @@ def cut(ids, stops):
     return np.where(ended, -1, ids)
 
 
-def test_greedy_equals_the_argmax_of_whole_passes(params, prompt, greedy):
-    ids, mask = np.asarray(prompt[0]), np.asarray(prompt[1])
-    run = jax.jit(lambda ids, mask: decoder.forward(params, CFG, decoder.embed(params, ids), mask=mask).hidden)
-    # One pass over prompt and answer predicts every next token again.
-    every = np.concatenate([ids, greedy], axis=1)
-    logits = decoder.logits(params, run(every, np.concatenate([mask, np.ones_like(greedy, bool)], axis=1)))
-    np.testing.assert_array_equal(np.argmax(logits, axis=2)[:, ids.shape[1] - 1 : -1], greedy)
-    assert len(set(map(tuple, greedy))) == 3, "rows must differ to prove anything"
-    assert (np.asarray([len(set(row)) for row in greedy]) > 1).any()
-
-
 def test_stop_ends_its_row_and_the_rest_is_filled(generate, greedy):
     stops = (greedy[1, 3], greedy[0, 5])
     expected = cut(greedy, stops)
@@ -86,8 +75,9 @@ def test_layers_apart_give_the_same_answers_and_no_token_cuts_the_stacks(params,
 LONG = rotary.LongRope((1.0,) * (CFG.head_dim // 2), (3.0,) * (CFG.head_dim // 2), 7, 1.1)
 
 
-@pytest.mark.parametrize("kind", [{}, {"window": 3}, {"rope_scaling": LONG}], ids=["", "window", "longrope"])
-@pytest.mark.parametrize("new", [2, NEW])
+@pytest.mark.parametrize(
+    ("kind", "new"), [({}, NEW), ({}, 2), ({"window": 3}, NEW), ({"rope_scaling": LONG}, NEW)], ids=str
+)
 def test_an_answer_is_scored_in_the_prompt_s_pass_and_forgotten(params, prompt, kind, new):
     cfg = dataclasses.replace(CFG, **kind)
     x, mask, sampling = decoder.embed(params, prompt[0]), prompt[1], decode.Sampling(new, ())
@@ -109,10 +99,6 @@ def test_an_answer_is_scored_in_the_prompt_s_pass_and_forgotten(params, prompt, 
     np.testing.assert_allclose(np.asarray(logits)[scored], wanted[scored], atol=1e-4)
     greedy = decode.generate(params, cfg, x, mask=mask, sampling=sampling, key=jax.random.key(0))
     np.testing.assert_array_equal(found, greedy)
-
-
-def test_stop_as_first_token_gives_an_empty_answer(generate, greedy):
-    assert (generate((greedy[0, 0],))[0] == -1).all()
 
 
 def test_loop_ends_when_every_row_has_stopped(params, prompt, monkeypatch, generate, greedy):
@@ -143,15 +129,4 @@ def test_sampling_is_a_function_of_the_key(generate, greedy):
     np.testing.assert_array_equal(first, generate(temperature=1.5, seed=1))
     assert not np.array_equal(first, generate(temperature=1.5, seed=2))
     assert not np.array_equal(first, greedy)
-
-
-def test_temperature_near_zero_is_greedy(generate, greedy):
     np.testing.assert_array_equal(generate(temperature=1e-5, seed=3), greedy)
-
-
-def test_samples_follow_the_softmax():
-    logits = jnp.asarray([[0.0, 1.0, -1.0, 2.0]])
-    drawn = decode._choose(jnp.broadcast_to(logits, (4000, 4)), 2.0, jax.random.key(0))
-    shares = np.bincount(np.asarray(drawn), minlength=4) / 4000
-    expected = np.asarray(jax.nn.softmax(logits[0] / 2.0))
-    np.testing.assert_allclose(shares, expected, atol=0.03)  # four standard errors of 4000 draws

@@ -36,35 +36,9 @@ def unit(x):
     return np.asarray(x) / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + CFG.norm_eps)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_padding_anywhere_changes_no_real_position(params, ids, causal):
-    mode = decoder.Mode(causal=causal)
-    places = np.array([[1, 2, 4, 5, 8, 9, 10], [0, 3, 4, 6, 7, 8, 9]])  # of the 7 real tokens among 11 slots
-    rows = np.arange(2)[:, None]
-    spread, mask = np.full((2, 11), 17, np.int32), np.zeros((2, 11), bool)
-    spread[rows, places], mask[rows, places] = ids, True
-    padded = forward(params, jnp.asarray(spread), jnp.asarray(mask), mode=mode).hidden[rows, places]
-    np.testing.assert_allclose(padded, forward(params, ids, mode=mode).hidden, atol=SAME)
-
-
-def test_order_of_tokens_counts(params, ids):
-    mode = decoder.Mode(causal=False)  # so that positions alone tell the order
-    turned = forward(params, ids[:, ::-1], mode=mode).hidden[:, ::-1]
-    assert np.abs(np.asarray(turned - forward(params, ids, mode=mode).hidden)).max() > APART
-
-
 def test_a_row_of_padding_alone_stays_finite(params, ids):
     mask = jnp.asarray([[True] * 7, [False] * 7])
     assert jnp.isfinite(forward(params, ids, mask).hidden).all()
-
-
-def test_causal_states_see_no_later_token_and_others_do(params, ids):
-    other = ids.at[:, -1].set((ids[:, -1] + 1) % CFG.vocab)
-    for causal, expected in ((True, 0.0), (False, APART)):
-        mode = decoder.Mode(causal=causal)
-        a, b = (forward(params, x, mode=mode).hidden[:, :-1] for x in (ids, other))
-        change = np.abs(np.asarray(a - b)).max(axis=(1, 2))
-        assert (change > APART).all() if expected else (change <= SAME).all()
 
 
 def test_mix_picks_and_adds_the_normalised_states(params, ids):
@@ -91,58 +65,23 @@ def test_bf16_weights_give_bf16_states_and_fp32_logits(params, ids):
     assert (logits != logits.astype(jnp.bfloat16).astype(jnp.float32)).any()
 
 
-def test_tied_head_is_the_embedding_table(params, ids):
-    hidden = forward(params, ids).hidden
-    tied = {name: leaf for name, leaf in params.items() if name != "head"}
-    expected = np.asarray(hidden) @ np.asarray(params["embed"]).T
-    np.testing.assert_allclose(decoder.logits(tied, hidden), expected, atol=1e-4)  # sums of 26 products near 10
-    assert np.abs(decoder.logits(params, hidden) - expected).max() > APART
-
-
-def test_remat_recomputes_and_changes_no_gradient(params, ids):
-    def loss(params, remat):
-        return jnp.sum(forward(params, ids, mode=decoder.Mode(remat=remat)).hidden[:, :, 3])
-
-    gradient = jax.grad(loss)
-    products = {
-        remat: str(jax.make_jaxpr(gradient, static_argnums=1)(params, remat)).count("dot_general[")
-        for remat in ("none", "full")
-    }
-    # q, k, v, o, gate, up and attention's with the values; its scores in both, down in neither
-    assert products["full"] - products["none"] == 7
-    plain = gradient(params, "none")
-    again = jax.jit(gradient, static_argnums=1)(params, "full")
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), plain, again)  # of sums near 10
-
-
-def test_every_layer_is_constrained_and_unrolling_changes_nothing(params, ids):
+def test_every_layer_is_constrained_and_recomputed_where_it_is_asked_for(params, ids):
     doubled = decoder.Mode(constrain=lambda x: 2 * x)
     assert np.abs(np.asarray(forward(params, ids, mode=doubled).hidden - forward(params, ids).hidden)).max() > APART
-    unrolled = forward(params, ids, mode=decoder.Mode(unroll=3)).hidden
-    np.testing.assert_allclose(unrolled, forward(params, ids).hidden, atol=SAME)
-
-
-def test_cache_continues_where_it_was_left(params, ids):
-    mask = jnp.asarray([[False, False, True, True, True, True, True], [True] * 7])
-    whole = forward(params, ids, mask).hidden
-    empty = decoder.empty_cache(CFG, 2, 11, jnp.float32)
-    first = forward(params, ids[:, :5], mask[:, :5], cache=empty)
-    second = forward(params, ids[:, 5:], mask[:, 5:], cache=first.cache)
-    assert (int(empty.used), int(first.cache.used), int(second.cache.used)) == (0, 5, 7)
-    np.testing.assert_array_equal(second.cache.valid, np.pad(np.asarray(mask), ((0, 0), (0, 4))))
-    assert second.cache.k.shape == (CFG.layers, 2, 11, CFG.kv_heads, CFG.head_dim)
-    assert not np.asarray(second.cache.k[:, :, 7:]).any()
-    real = np.asarray(mask)
-    joined = np.concatenate([first.hidden, second.hidden], axis=1)
-    np.testing.assert_allclose(joined[real], np.asarray(whole)[real], atol=SAME)
+    gradient = jax.grad(lambda params, remat: forward(params, ids, mode=decoder.Mode(remat=remat)).hidden.sum())
+    kept, again = (
+        str(jax.make_jaxpr(gradient, static_argnums=1)(params, remat)).count("dot_general[")
+        for remat in ("none", "full")
+    )
+    # q, k, v, o, gate, up and attention's with the values; its scores in both, down in neither
+    assert again - kept == 7
 
 
 LONG = rotary.LongRope((1.0,) * (CFG.head_dim // 2), (3.0,) * (CFG.head_dim // 2), 9, 1.1)
 
 
-@pytest.mark.parametrize("change", [{}, {"window": 4}, {"rope_scaling": LONG}], ids=["", "window", "longrope"])
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_shared_prefix_computed_once_equals_one_in_every_row(params, ids, remat, change):
+@pytest.mark.parametrize(("change", "remat"), [({}, "full"), ({"window": 4}, "none"), ({"rope_scaling": LONG}, "none")])
+def test_shared_prefix_computed_once_equals_one_in_every_row(params, ids, change, remat):
     cfg, mode = dataclasses.replace(CFG, **change), decoder.Mode(remat=remat)
     x, first = decoder.embed(params, ids), decoder.embed(params, ids[:1, 2:])
     mask = jnp.asarray([[False, True, True, False, True, True, True], [True] * 7])
@@ -210,19 +149,3 @@ def test_abstract_tells_what_init_draws():
             lambda leaf: (leaf.shape, leaf.dtype), told
         )
         assert ("head" in drawn, "q_bias" in drawn["layers"]) == (not cfg.tied, cfg.qkv_bias)
-
-
-def test_init_draws_unit_norms_zero_biases_and_matrices_of_the_scale():
-    drawn = decoder.init(jax.random.key(0), CFG, jnp.float32, scale=0.05)
-    assert (drawn["norm"] == 1).all() and (drawn["layers"]["mlp_norm"] == 1).all()
-    assert not drawn["layers"]["k_bias"].any()
-    assert np.std(drawn["layers"]["gate"]) == pytest.approx(0.05, rel=0.1)
-    assert not np.array_equal(drawn["layers"]["gate"], drawn["layers"]["up"])
-
-
-def test_wrong_shape_is_refused_where_shapes_are_checked(params, ids):
-    jaxtyping = pytest.importorskip("jaxtyping")
-    if not hasattr(decoder.forward, "__wrapped__"):
-        pytest.skip("shapes are checked with LW_JAX_TEST_TYPES=1")
-    with pytest.raises(jaxtyping.TypeCheckError):
-        forward(params, ids, jnp.ones((2, 5), bool))

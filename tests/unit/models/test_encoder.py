@@ -22,7 +22,10 @@ SLOTS, WIDTH = 5, 14
 
 BODY = dataclasses.replace(tiny.DECODER, vocab=61, layers=2, heads=4, head_dim=6, tied=True)
 BERT = bert.BertConfig(vocab=61, width=26, layers=2, heads=2, ffn=34, norm_eps=1e-12, max_positions=64, token_types=2)
-KINDS = [(kind, pooling) for kind in ("lm", "bert", "bytes") for pooling in ("windows", "rare", "queries")]
+KINDS = [
+    *((kind, "windows") for kind in ("lm", "bert", "bytes")),
+    *(("lm", "queries"), ("bert", "rare"), ("bytes", "queries")),
+]
 
 
 def make(kind, pooling, dtype="float32", *, slots=SLOTS, width=WIDTH, window=64):
@@ -64,7 +67,7 @@ def windows(mask, slots):
     return np.asarray(encoder.window_weights(mask, slots, jnp.full(mask.shape[:1], slots, jnp.int32)))
 
 
-@pytest.mark.parametrize(("length", "slots"), [(12, 4), (13, 5), (5, 5), (23, 3), (7, 1)])
+@pytest.mark.parametrize(("length", "slots"), [(12, 4), (13, 5), (5, 5), (7, 1)])
 def test_windows_are_contiguous_and_take_every_token_once(length, slots):
     rows = windows(source([length], 29)["mask"], slots)[0]
     np.testing.assert_allclose(rows.sum(axis=1), 1, atol=SAME)
@@ -73,40 +76,20 @@ def test_windows_are_contiguous_and_take_every_token_once(length, slots):
     spans = [np.flatnonzero(row) for row in taken]
     np.testing.assert_array_equal(np.concatenate(spans), np.arange(length))
     assert max(map(len, spans)) - min(map(len, spans)) <= 1
-
-
-@pytest.mark.parametrize(("length", "slots"), [(1, 5), (2, 5), (3, 7), (6, 7)])
-def test_text_shorter_than_the_slots_repeats_single_tokens_in_order(length, slots):
-    rows = windows(source([length], 11)["mask"], slots)[0]
-    assert ((rows == 1).sum(axis=1) == 1).all() and rows.sum() == slots
-    tokens = rows.argmax(axis=1)
-    assert (np.diff(tokens) >= 0).all()
-    assert set(tokens) == set(range(length))
-
-
-def test_rows_of_a_batch_have_windows_of_their_own():
-    mask = source([11, 2, 0], 11)["mask"]
-    together = windows(mask, 3)
-    np.testing.assert_array_equal(together[1], windows(mask[1:2], 3)[0])
-    assert not together[2].any(), "padding never weighs"
+    shorter = windows(source([3], 11)["mask"], 7)[0]
+    assert (shorter.sum(axis=1) == 1).all() and shorter.max(axis=1).all(), "tokens are repeated, each slot has one"
+    assert (np.diff(shorter.argmax(axis=1)) >= 0).all() and set(shorter.argmax(axis=1)) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("key", KINDS, ids="-".join)
-def test_latents_are_fp32_of_unit_rms_and_differ_between_texts(built, key):
+def test_latents_are_fp32_of_unit_rms_of_their_text_whatever_the_padding(built, key):
     wire, trainable = built[key]
-    latents = np.asarray(jax.jit(wire.encode)(trainable, source([13, 4, 1], 13)))
+    run = jax.jit(wire.encode)
+    latents = np.asarray(run(trainable, source([13, 4, 1], 13)))
     assert latents.shape == (3, SLOTS, WIDTH) and latents.dtype == np.float32
     np.testing.assert_allclose(np.sqrt(np.mean(np.square(latents), axis=2)), 1, atol=1e-3)
     assert np.abs(latents[0] - latents[1]).max() > APART
-
-
-@pytest.mark.parametrize("key", KINDS, ids="-".join)
-def test_padding_changes_no_latent(built, key):
-    wire, trainable = built[key]
-    run = jax.jit(wire.encode)
-    narrow = run(trainable, source([11, 3], 11))
-    np.testing.assert_allclose(run(trainable, source([11, 3], 17)), narrow, atol=SAME)
-    np.testing.assert_allclose(run(trainable, source([11, 3], 17, pad=29)), narrow, atol=SAME)
+    np.testing.assert_allclose(run(trainable, source([13, 4, 1], 17, pad=29)), latents, atol=SAME)
 
 
 @pytest.mark.parametrize("kind", ["lm", "bert", "bytes"])
@@ -163,48 +146,6 @@ def test_gradient_reaches_every_trainable_leaf(built, key):
     assert dead == (["['encoder']['body']['layers']['k_bias']"] if key[0] == "bert" else []) + counted
 
 
-def test_bf16_arithmetic_still_gives_fp32_latents(built):
-    for kind in ("lm", "bytes"):
-        _, trainable = built[kind, "queries"]
-        small = jax.jit(make(kind, "queries", "bfloat16").encode)(trainable, source([9, 3], 9))
-        exact = jax.jit(make(kind, "queries").encode)(trainable, source([9, 3], 9))
-        assert small.dtype == jnp.float32
-        assert 0 < np.abs(np.asarray(small - exact)).max() < 0.3  # eight bits of mantissa through a few layers
-
-
-def test_remat_of_the_byte_body_recomputes_and_changes_no_gradient():
-    body = encoder.make_bytes(WIDTH, 2)
-    params, text = jax.jit(body.init)(jax.random.key(2)), source([13, 8], 13)
-
-    def gradient(remat):
-        def loss(params):
-            return jnp.sum(jnp.sin(body.bind(params)(text["ids"], text["mask"], remat=remat)))
-
-        return jax.jit(jax.grad(loss))
-
-    plain, again = gradient("none")(params), gradient("full")(params)
-    top = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(plain))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=SAME * top), plain, again)
-    tanhs, dots = (
-        [str(jax.make_jaxpr(gradient(kind))(params)).count(word) for kind in ("none", "full")]
-        for word in (" tanh ", " dot_general[")
-    )
-    assert tanhs == [4, 4], "each layer's activation is made again in both"
-    assert dots[1] - dots[0] == 10, "two layers of q, k, v, o and up; attention's own products in both"
-
-
-@pytest.mark.parametrize("pooling", ["windows", "queries"])
-def test_bert_body_writes_latents_by_its_mix(built, pooling):
-    wire, trainable = built["bert", pooling]
-    body, head = trainable["encoder"]["body"], trainable["encoder"]["head"] | {"mix": jnp.asarray([0.0, 50.0, 0.0])}
-    text, run = source([11, 3], 11), jax.jit(wire.encode)
-    found = run(trainable | {"encoder": {"body": body, "head": head}}, text)
-    state = bert.forward(body, BERT, text["ids"], mask=text["mask"], mix=jnp.eye(3)[1])
-    expected = wire.encoder.head().bind(head)(state, text["mask"], text["channel"], text["ids"])
-    np.testing.assert_allclose(found, expected, atol=SAME)
-    assert jnp.abs(found - run(trainable, text)).max() > APART
-
-
 @pytest.mark.parametrize("kind", ["lm", "bert", "bytes"])
 def test_each_window_of_a_long_text_is_read_as_if_it_stood_alone(built, kind):
     """12 tokens through a window of 8, pooled into 3 slots: two of the first window, one of the rest."""
@@ -257,13 +198,3 @@ def test_slots_and_width_of_a_row_are_those_of_an_encoder_that_has_no_more(built
         np.testing.assert_allclose(latents[row, :slots, :width], expected, atol=SAME)
         assert not latents[row, slots:].any() and not latents[row, :, width:].any()
         np.testing.assert_allclose(np.sqrt(np.mean(latents[row, :slots, :width] ** 2, axis=1)), 1, atol=1e-3)
-
-
-def test_zero_layers_means_the_original_s_six():
-    shapes = jax.eval_shape(encoder.make_bytes(WIDTH, 0).init, jax.random.key(0))
-    assert sum(name.startswith("attend") for name in shapes) == encoder.BYTE_LAYERS == 6
-    assert sum(name.startswith("attend") for name in built_names(3)) == 3
-
-
-def built_names(layers):
-    return jax.eval_shape(encoder.make_bytes(WIDTH, layers).init, jax.random.key(0)).keys()

@@ -75,8 +75,7 @@ def test_own_keys_and_values_stand_for_the_tokens_forward_and_backward(texts, ki
         np.testing.assert_allclose(one, other, atol=10 * SAME)
 
 
-@pytest.mark.parametrize("kind", ["", "longrope"])
-@pytest.mark.parametrize("unstacked", [False, True])
+@pytest.mark.parametrize(("kind", "unstacked"), [("", True), ("longrope", False)])
 def test_generation_from_keys_and_values_gives_the_tokens_of_the_text(texts, kind, unstacked):
     cfg = dataclasses.replace(CFG, **KINDS[kind])
     params, shared = tiny.draw_decoder(cfg), decoder.SharedPrefix(texts[0], BEFORE)
@@ -92,21 +91,6 @@ def test_generation_from_keys_and_values_gives_the_tokens_of_the_text(texts, kin
     wanted = decode.generate(params, cfg, x, mask=mask, sampling=sampling, key=key)
     np.testing.assert_array_equal(jax.jit(apart)(params), wanted)
     assert len(set(map(tuple, np.asarray(wanted)))) == 2, "rows must differ to prove anything"
-
-
-@pytest.mark.parametrize("kind", ["", "longrope"])
-def test_a_shared_prefix_may_stand_among_the_keys_and_values(texts, kind):
-    cfg = dataclasses.replace(CFG, **KINDS[kind])
-    params, shared = tiny.draw_decoder(cfg), decoder.SharedPrefix(texts[0], BEFORE)
-    own = kv_prefix.take(params, cfg, texts[1], mask=SLOTS, shared_prefix=shared)
-    joined = kv_prefix.prepend(kv_prefix.take(params, cfg, shared.x, mask=shared.mask), own)
-    assert joined.mask.shape[1] == BEFORE.shape[1] + SLOTS.shape[1]
-    wanted = decoder.forward(params, cfg, texts[2], mask=AFTER, shared_prefix=shared, kv_prefix=own).hidden
-    found = decoder.forward(params, cfg, texts[2], mask=AFTER, kv_prefix=joined).hidden
-    real = np.asarray(AFTER)
-    np.testing.assert_allclose(np.asarray(found)[real], np.asarray(wanted)[real], atol=SAME)
-    bare = decoder.forward(params, cfg, texts[2], mask=AFTER, kv_prefix=own).hidden
-    assert np.abs(np.asarray(bare) - np.asarray(wanted))[real].max() > APART
 
 
 def test_what_stands_before_messages_is_read_once_for_all_questions(root, monkeypatch):

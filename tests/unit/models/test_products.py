@@ -28,10 +28,10 @@ def rounded(x):
     return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
-@pytest.mark.parametrize("rows", [(2, 3), (1, 1)])
 @pytest.mark.parametrize(
-    ("equation", "shape"),
-    [("btd,fd->btf", (7, 5)), ("btd,hed->bthe", (2, 3, 5)), ("bmi,io->bmo", (5, 6)), ("bthe,dhe->btd", (4, 5, 2))],
+    ("equation", "shape", "rows"),
+    [("btd,fd->btf", (7, 5), (1, 1)), ("btd,hed->bthe", (2, 3, 5), (2, 3))]
+    + [("bmi,io->bmo", (5, 6), (1, 1)), ("bthe,dhe->btd", (4, 5, 2), (2, 3))],
 )
 def test_factors_and_result_are_rounded_and_sums_are_not(equation, shape, rows):
     x = draw(*rows, 5, 2) if equation.startswith("bthe") else draw(*rows, 5)
@@ -89,17 +89,11 @@ def test_attention_of_narrow_products_equals_jax_own(heads):
         assert 1e-5 * size < np.linalg.norm(narrow - wide) < 2e-2 * size
 
 
-def test_attention_to_no_key_is_finite():
-    q, mask = draw(1, 3, 2, 4), jnp.zeros((1, 1, 3, 3), bool)
-    found = jax.grad(lambda q: jnp.sum(attention.attention(q, q, q, mask=mask, factors="bfloat16")))(q)
-    assert np.isfinite(found).all()
-
-
 def outline(root, kind, dtype):
     if kind == "ttt":
         return tiny.make_ttt(root, compute__dtype=dtype)
-    changes = {"bytes": {}, "lm": {"encoder__kind": "lm", "encoder__source": str(tiny.readers(root)["llama"])}}[kind]
-    return tiny.make_recipe(root, compute__dtype=dtype, **changes)
+    body = {"encoder__kind": "lm", "encoder__source": str(tiny.readers(root)["llama"])}
+    return tiny.make_recipe(root, compute__dtype=dtype, **body)
 
 
 def measure(recipe):
@@ -115,8 +109,8 @@ def measure(recipe):
 
 
 @pytest.mark.parametrize("kind", ["lm", "ttt"])
-def test_a_step_in_bf16_is_near_the_step_in_fp32(tmp_path, kind):
-    (loss, gradient), (wanted, exact) = (measure(outline(tmp_path, kind, dtype)) for dtype in ("bf16", "fp32"))
+def test_a_step_in_bf16_is_near_the_step_in_fp32(root, kind):
+    (loss, gradient), (wanted, exact) = (measure(outline(root, kind, dtype)) for dtype in ("bf16", "fp32"))
     assert 0 < abs(float(loss / wanted) - 1) < LOSS
     pairs = list(zip(jax.tree.leaves(gradient), jax.tree.leaves(exact), strict=True))
     assert {one.dtype.name for one, _ in pairs} == {"float32"}
@@ -124,20 +118,9 @@ def test_a_step_in_bf16_is_near_the_step_in_fp32(tmp_path, kind):
     assert apart < GRADIENT * np.sqrt(sum(float(jnp.sum(b**2)) for _, b in pairs))
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
-def test_sharded_bits_give_the_step_of_one_device(tmp_path, strategy):
-    placed = {"devices": 2, "strategy": strategy, "model": 2 if strategy == "tensor" else 1}
-    (one, gradient), (found, sharded) = (
-        measure(tiny.make_recipe(tmp_path, only="llama", compute__dtype="bf16", **at)) for at in ({}, placed)
-    )
-    np.testing.assert_allclose(found, one, rtol=1e-4)  # a sum in another order may round another way to bf16
-    for a, b in zip(jax.tree.leaves(sharded), jax.tree.leaves(gradient), strict=True):
-        assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b) + 1e-6
-
-
-@pytest.mark.parametrize("kind", ["bytes", "lm", "ttt"])
-def test_every_product_of_a_step_has_narrow_factors_and_wide_sums(tmp_path, kind):
-    recipe = outline(tmp_path, kind, "bf16")
+@pytest.mark.parametrize("kind", ["lm", "ttt"])
+def test_every_product_of_a_step_has_narrow_factors_and_wide_sums(root, kind):
+    recipe = outline(root, kind, "bf16")
     program = StepSpec(recipe.cfg, recipe)
     text = "".join(part.lowered.as_text() for part in program.lower(recipe.batch_widths(), 1).values())
     dots = re.findall(r"dot_general .*: \(tensor<([^>]*)>, tensor<([^>]*)>\) -> tensor<([^>]*)>", text)
@@ -149,10 +132,10 @@ def test_every_product_of_a_step_has_narrow_factors_and_wide_sums(tmp_path, kind
     assert not wide, wide
 
 
-def test_frozen_stacks_are_bits_and_a_tied_head_is_stored_for_its_products(tmp_path):
-    recipe = tiny.make_recipe(tmp_path, only="llama", compute__dtype="bf16")
+def test_frozen_stacks_are_bits_and_a_tied_head_is_stored_for_its_products(root):
+    recipe = tiny.make_recipe(root, only="llama", compute__dtype="bf16")
     frozen = recipe.load_frozen()["llama"]
-    exact = tiny.make_recipe(tmp_path, only="llama", compute__dtype="fp32").load_frozen()["llama"]
+    exact = tiny.make_recipe(root, only="llama", compute__dtype="fp32").load_frozen()["llama"]
     assert (frozen["layers"]["q"].dtype, frozen["embed"].dtype) == (jnp.uint16, jnp.float32)
     np.testing.assert_array_equal(
         products.from_bits(frozen["layers"]["up"]), exact["layers"]["up"].astype(jnp.bfloat16)
@@ -169,7 +152,6 @@ def test_frozen_stacks_are_bits_and_a_tied_head_is_stored_for_its_products(tmp_p
         (("amx_bf16", "avx512_bf16"), "", "AMX"),
         (("avx512_bf16",), "", "AVX-512 BF16"),
         (("avx2",), "", ""),
-        (("amx_bf16", "avx512_bf16"), "--xla_cpu_max_isa=AVX512_BF16", "AVX-512 BF16"),
         (("amx_bf16", "avx512_bf16"), "--xla_cpu_max_isa=AVX512", ""),
     ],
 )
@@ -183,8 +165,8 @@ def test_auto_is_bf16_where_the_processor_has_products_for_it(monkeypatch, flags
     assert precision.of_reader("bf16", "fp32", "cpu") == BF16
 
 
-def test_a_gpu_multiplies_readers_as_they_are_stored(tmp_path):
-    recipe = tiny.make_recipe(tmp_path, only="llama", compute__dtype="bf16")
+def test_a_gpu_multiplies_readers_as_they_are_stored(root):
+    recipe = tiny.make_recipe(root, only="llama", compute__dtype="bf16")
     absent = placement.Placement("single", recipe.placement.learner, recipe.placement.readers, stands_for="gpu")
     shapes = recipes.make(recipe.cfg, absent, outline=False).abstract().frozen["llama"]
     assert {leaf.dtype.name for leaf in jax.tree.leaves(shapes)} == {"float32"}

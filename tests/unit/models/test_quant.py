@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import time
 
 import jax
 import jax.numpy as jnp
@@ -55,19 +54,6 @@ def restored(params):
 # --- the codes
 
 
-def test_nf4_takes_the_nearest_of_sixteen_levels_of_each_block_of_64():
-    matrix = normal(5, 192)
-    packed = jax.device_get(quant.pack(matrix, "nf4"))
-    assert packed["codes"].shape == (5, 96) and packed["codes"].dtype == np.uint8
-    largest = np.abs(matrix.reshape(5, 3, 64)).max(-1)
-    scale = largest.astype(jnp.bfloat16)
-    np.testing.assert_array_equal(packed["scale"], scale)
-    unit = matrix.reshape(5, 3, 64) / scale.astype(np.float32)[..., None]
-    nearest = np.abs(unit[..., None] - np.array(quant.LEVELS, np.float32)).argmin(-1)
-    np.testing.assert_array_equal(nibbles(packed["codes"]).reshape(5, 3, 64), nearest)
-    assert len(np.unique(nearest)) == 16, "all levels were tried"
-
-
 def test_nf4_and_int8_equal_qwix_to_the_bit():
     qwix = pytest.importorskip("qwix", reason="needs requirements-dev.txt")
     matrix = np.array(normal(128, 24, seed=3))
@@ -85,37 +71,12 @@ def test_nf4_and_int8_equal_qwix_to_the_bit():
 
 
 @pytest.mark.parametrize(("kind", "error"), [("nf4", 0.095), ("int8", 0.01), ("w8a8", 0.01)])
-def test_a_normal_matrix_comes_back_with_the_known_error(kind, error):
-    matrix = normal(256, 1024)
-    back = np.asarray(quant.restore(quant.pack(matrix, kind), jnp.float32))
-    found = np.sqrt(np.mean((back - matrix) ** 2))  # nf4 in blocks of 64: 9.19 % by qwix
-    assert error / 2 < found < error
-
-
-@pytest.mark.parametrize("kind", ["nf4", "int8", "w8a8"])
-def test_zeros_come_back_as_zeros(kind):
-    matrix = normal(2, 128)
+def test_a_normal_matrix_comes_back_with_the_known_error_and_zeros_as_zeros(kind, error):
+    matrix = normal(64, 1024)
     matrix[0] = 0.0
-    np.testing.assert_array_equal(quant.restore(quant.pack(matrix, kind), jnp.float32)[0], 0.0)
-
-
-def test_awq_words_are_unpacked_in_the_order_of_their_columns():
-    columns = np.random.default_rng(0).integers(0, 16, (6, 24)).astype(np.uint32)
-    words = np.zeros((6, 3), np.uint32)
-    for i, column in enumerate(AWQ_ORDER):
-        words |= columns.reshape(6, 3, 8)[:, :, column] << np.uint32(4 * i)
-    np.testing.assert_array_equal(quant.unpack_awq(words.view(np.int32)), columns)
-
-
-def test_a_large_matrix_is_packed_in_a_blink():
-    """The goal is 0.2 s on two cores (docs/numbers.md has what was measured); an argmin over levels takes 0.9."""
-    matrix = jnp.asarray(normal(4096, 4096))
-    took = []
-    for _ in range(4):
-        start = time.perf_counter()
-        jax.block_until_ready(quant.pack(matrix, "nf4"))
-        took.append(time.perf_counter() - start)
-    assert min(took) < 0.6
+    back = np.asarray(quant.restore(quant.pack(matrix, kind), jnp.float32))
+    found = np.sqrt(np.mean((back - matrix)[1:] ** 2))  # nf4 in blocks of 64: 9.19 % by qwix
+    assert error / 2 < found < error and not back[0].any()
 
 
 # --- products of integers
@@ -180,9 +141,8 @@ def test_packed_decoder_computes_what_its_restored_matrices_say(kind, tmp_path):
     np.testing.assert_allclose(one, other, atol=SAME * float(jnp.abs(other).max()))
 
 
-@pytest.mark.parametrize("kind", ["nf4", "w8a8"])
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_neither_forward_nor_backward_ever_holds_more_than_a_few_restored_layers(remat, kind):
+@pytest.mark.parametrize(("kind", "remat"), [("nf4", "full"), ("w8a8", "none")])
+def test_neither_forward_nor_backward_ever_holds_more_than_a_few_restored_layers(kind, remat):
     """The stack as floats would be 8 x 4 MiB x 7 matrices, about 150 MiB; packed it is 20 or 40."""
     cfg = dataclasses.replace(CFG, width=1024, ffn=2048, layers=8, head_dim=128, qkv_bias=False)
     dense = decoder.abstract(cfg, jnp.float32)
@@ -200,15 +160,10 @@ def test_neither_forward_nor_backward_ever_holds_more_than_a_few_restored_layers
     assert temporary(shapes) < 3 * layer + (8 << 20)
 
 
-def test_rows_that_are_no_whole_blocks_are_refused_by_name():
-    shapes = decoder.abstract(dataclasses.replace(CFG, ffn=250), jnp.float32)
-    with pytest.raises(UserError, match="weights='nf4': down has 250 inputs, which are no whole blocks of 64"):
-        quant.abstract(shapes, "nf4")
-    assert quant.abstract(shapes, "bf16") is shapes
-
-
-@pytest.mark.parametrize(("kind", "same"), [("nf4", 5 * SAME), ("w8a8", 0.05)])  # what is rounded may fall either way
-@pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
+@pytest.mark.parametrize(
+    ("strategy", "kind", "same"),
+    [("fsdp", "nf4", 5 * SAME), ("tensor", "w8a8", 0.05)],  # what is rounded may fall either way
+)
 def test_shards_of_packed_matrices_compute_the_same(strategy, kind, same, tmp_path):
     weights.save(tmp_path, our_params(), CFG, model_type="qwen2")
     mesh = meshes.make(data=4, model=1) if strategy == "fsdp" else meshes.make(data=1, model=4)
@@ -262,46 +217,42 @@ def test_awq_folder_is_kept_as_it_is_and_means_what_autoawq_says(tmp_path):
     np.testing.assert_allclose(logits(params, ids), logits(restored(params), ids), atol=SAME)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"version": "gemv"}, "quantization_config.version='gemv', only 'gemm' is read"),
-        ({"quant_method": "gptq"}, "quant_method='gptq'"),
-        ({"group_size": 64}, "group_size=64"),
-        ({"zero_point": False}, "zero_point=False"),
-        ({"modules_to_not_convert": ["o_proj"]}, "modules_to_not_convert"),
-    ],
-)
-def test_other_packings_are_refused_by_name(tmp_path, change, message):
-    write_awq(tmp_path, config=change)
-    with pytest.raises(UserError, match=message):
-        weights.load(tmp_path, dtype=jnp.float32, packed="awq")
+def replace(part, value):
+    """A change of one tensor of a folder; None removes it."""
 
-
-def test_awq_is_asked_for_where_it_is_and_nowhere_else(tmp_path):
-    write_awq(tmp_path / "awq")
-    with pytest.raises(UserError, match="AWQ matrices: set this model's weights to 'awq'"):
-        weights.load(tmp_path / "awq", dtype=jnp.float32, packed="nf4")
-    weights.save(tmp_path / "plain", our_params(), CFG, model_type="qwen2")
-    with pytest.raises(UserError, match="no AWQ matrices"):
-        weights.load(tmp_path / "plain", dtype=jnp.float32, packed="awq")
-
-
-@pytest.mark.parametrize(
-    ("part", "value", "message"),
-    [
-        ("qzeros", None, r"down_proj.qzeros is missing"),
-        ("scales", np.zeros((2, 128), np.float32), r"scales is F32 \(2, 128\), AWQ with groups of 128 asks for F16"),
-        ("qweight", np.zeros((128, 16), np.int32), r"qweight is I32 \(128, 16\)"),
-    ],
-)
-def test_awq_tensor_missing_or_of_another_form_is_refused_by_name(tmp_path, part, value, message):
     def change(tensors):
         name = f"model.layers.1.mlp.down_proj.{part}"
         del tensors[name]
         if value is not None:
             tensors[name] = value
 
-    write_awq(tmp_path, change)
-    with pytest.raises(UserError, match=message):
+    return change
+
+
+@pytest.mark.parametrize(
+    ("packed", "change", "fields", "named"),
+    [
+        ("awq", None, {"version": "gemv"}, "quantization_config.version='gemv'"),
+        ("awq", None, {"quant_method": "gptq"}, "quant_method='gptq'"),
+        ("awq", None, {"group_size": 64}, "group_size=64"),
+        ("awq", None, {"zero_point": False}, "zero_point=False"),
+        ("awq", None, {"modules_to_not_convert": ["o_proj"]}, "modules_to_not_convert"),
+        ("nf4", None, {}, "'awq'"),
+        ("awq", replace("qzeros", None), {}, "down_proj.qzeros"),
+        ("awq", replace("scales", np.zeros((2, 128), np.float32)), {}, r"scales is F32 \(2, 128\)"),
+        ("awq", replace("qweight", np.zeros((128, 16), np.int32)), {}, r"qweight is I32 \(128, 16\)"),
+    ],
+)
+def test_what_is_no_awq_folder_of_this_form_is_refused_by_name(tmp_path, packed, change, fields, named):
+    write_awq(tmp_path, change or (lambda tensors: None), fields)
+    with pytest.raises(UserError, match=named):
+        weights.load(tmp_path, dtype=jnp.float32, packed=packed)
+
+
+def test_what_cannot_be_packed_so_is_refused_by_name(tmp_path):
+    shapes = decoder.abstract(dataclasses.replace(CFG, ffn=250), jnp.float32)
+    with pytest.raises(UserError, match=r"weights='nf4': down .*250.* 64"):
+        quant.abstract(shapes, "nf4")
+    weights.save(tmp_path, our_params(), CFG, model_type="qwen2")
+    with pytest.raises(UserError, match="AWQ"):
         weights.load(tmp_path, dtype=jnp.float32, packed="awq")

@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from lw_jax.core import config
-from lw_jax.recipes.curriculum import longest_passage
 from tests import tiny
 
 STAGES = {
@@ -39,29 +37,11 @@ def test_stages_follow_each_other_and_their_passages_grow_in_equal_parts(staged)
     assert lengths[1] < lengths[2] < lengths[3] < lengths[0] <= 32, "32, then 7, 13 and 19 tokens, words kept whole"
 
 
-def test_a_text_is_tokenised_once_however_often_it_is_asked_for(staged):
-    assert staged.data_schedule().streams[0] is staged.data_schedule().streams[0]
-    assert staged.validation()[0][1] is staged.validation()[0][1]
-
-
-def test_without_passages_there_is_one_stretch_of_questions(root):
-    plain = make(root)
-    (only,) = plain.data_schedule().phases
-    assert only.steps == plain.cfg.train.steps and [encoded.task for encoded, _ in only.streams] == ["answer"]
-    assert longest_passage(plain.cfg) == 0
-    assert longest_passage(make(root, **STAGES).cfg) == 32
-
-
 def test_last_stage_s_task_is_validated_first_and_every_task_also_with_others_sources(staged):
     found = staged.validation()
     tasks = [(prefix, encoded.task) for prefix, encoded in found]
     plain = [("", "answer"), ("", "reconstruct"), ("", "continuation")]
     assert tasks == [*plain, *(("shuffled/", task) for _, task in plain)]
-
-
-def test_heaviest_task_of_the_last_stage_is_the_first(root):
-    only = make(root, **STAGES | {"stages__pretrain__share": 5 / 6})
-    assert [encoded.task for _, encoded in only.validation()][:2] == ["continuation", "reconstruct"]
 
 
 def test_shuffled_examples_never_have_their_own_context(staged):
@@ -87,13 +67,6 @@ def test_passages_come_from_their_own_file_where_it_is_named(root, tmp_path):
     assert any("Paper number" in text for text in texts) and not any("lives" in text for text in texts)
     held_out = [example.context for example in named.stream("validation", "reconstruct", 19).examples]
     assert not any("Paper number" in text for text in held_out)
-
-
-def test_passages_are_taken_from_the_named_column(root, tmp_path):
-    file = tmp_path / "p.jsonl"
-    file.write_text("".join(f'{{"body": "Paper number {n} speaks of nothing but rain."}}\n' for n in range(11)))
-    named = make(root, **STAGES | {"data__passages": str(file), "data__columns": ("text:body",)})
-    assert all("Paper number" in one.context for one in named.stream("train", "reconstruct", 19).examples)
 
 
 def test_one_text_has_no_other_to_be_sent_and_no_collapse_is_seen(root, tmp_path):
@@ -137,10 +110,3 @@ def test_collapse_asks_the_tasks_of_the_stage_that_the_step_is_in(staged):
     assert "reconstruct/nll" in told(10, **only_goes_on), "the first stage repeats only"
     assert not told(11, **only_goes_on)
     assert not told(60, answer=good, reconstruct=bad, continuation=bad)
-
-
-def test_stage_steps_add_up_to_the_run_s(root):
-    for steps in (1, 2, 7, 61):
-        counted = config.stages(tiny.make_config(root, **STAGES | {"train__steps": steps, "optim__warmup_steps": 0}))
-        assert sum(count for _, _, count in counted) == steps
-        assert all(count > 0 for _, _, count in counted)

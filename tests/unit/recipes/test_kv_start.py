@@ -1,7 +1,5 @@
 """Adapters of keys and values begin at the reader's own, and know the words where they are aligned."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,17 +87,6 @@ def own_windows(recipe, built, name, texts):
     return np.concatenate(wanted)
 
 
-def test_tokens_read_grow_with_the_values_of_a_latent(started):
-    recipe, _ = started["random"]
-    texts = [example.context for example in recipe.curriculum.examples("train")]
-    read = []
-    for width in (4, 8):
-        layout = dataclasses.replace(recipe.layout, width=width)
-        read.append(sum(len(text.ids) for text in kv_start._choose(texts, layout, aligned=False)))
-        assert 0.7 * kv_start.SAMPLES * width < read[-1] <= kv_start.SAMPLES * width
-    assert read[0] < read[1]
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen"])
 @pytest.mark.parametrize("start", ["random", "aligned"])
 def test_keys_and_values_have_the_readers_own_mean_and_size(started, name, start):
@@ -122,32 +109,3 @@ def test_keys_and_values_have_the_readers_own_mean_and_size(started, name, start
     each = np.square(found - own).sum(axis=(0, 3, 4)) / np.square(own - own.mean(axis=0)).sum(axis=(0, 3, 4))
     errors = each.mean()  # of every layer's keys and values alike
     assert errors < 0.97 if start == "aligned" else errors > 1.1, errors
-
-
-def test_latents_of_wrong_words_start_nowhere(started, root, monkeypatch):
-    """The falsifier: windows of another text's words explain nothing of the reader's keys and values."""
-    right = make(root, "aligned")
-    shares = []
-    fit = kv_start.fit
-
-    def told(sums):
-        found = fit(sums)
-        shares.append(found.explained.mean())
-        return found
-
-    monkeypatch.setattr(kv_start, "fit", told)
-    right.build()
-    encode = kv_start._encode
-    monkeypatch.setattr(kv_start, "_encode", lambda *given: np.roll(encode(*given), 1, axis=0))
-    make(root, "aligned").build()
-    assert min(shares[:2]) > 0.1 > 0.05 > max(shares[2:])
-
-
-def test_only_the_adapters_and_the_projection_differ_between_starts(started):
-    random, aligned = (started[start][1].trainable for start in ("random", "aligned"))
-    jax.tree.map(np.testing.assert_array_equal, random["encoder"]["body"], aligned["encoder"]["body"])
-    for name in ("llama", "qwen"):
-        one, other = random["adapters"][name], aligned["adapters"][name]
-        assert not np.asarray(other["down"]["kernel"]).any() and np.asarray(one["down"]["kernel"]).any()
-        np.testing.assert_array_equal(one["tasks"], other["tasks"])
-        assert jax.tree.map(jnp.shape, one) == jax.tree.map(jnp.shape, other)

@@ -1,7 +1,6 @@
 """lw_jax/recipes/latentwire.py: what learns when, what is not even differentiated, how latents are sent."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +32,7 @@ def bodies(root, tmp_path_factory):
     return {"lm": lm, "bert": bert, "bytes": {}}
 
 
-@pytest.mark.parametrize(("kind", "body"), [("lm", 0.3), ("bert", 0.3), ("bytes", 1.0)])
+@pytest.mark.parametrize(("kind", "body"), [("lm", 0.3), ("bytes", 1.0)])
 def test_pretrained_body_moves_by_its_own_rate_in_each_stage_and_a_new_one_as_its_head(root, bodies, kind, body):
     recipe = tiny.make_recipe(root, encoder__kind=kind, **bodies[kind], **STAGES)
     rates = dict(recipe.rates)
@@ -56,9 +55,8 @@ def work(recipe, batch):
 
 @pytest.mark.slow
 @pytest.mark.optimized
-@pytest.mark.parametrize("kind", ["lm", "bert"])
-def test_frozen_body_costs_no_gradient(root, bodies, kind):
-    flops, gradients = {}, {}
+def test_frozen_body_costs_no_gradient(root, bodies):
+    kind, flops, gradients = "bert", {}, {}
     for rate in (0.3, 0.0):
         recipe = tiny.make_recipe(root, encoder__kind=kind, encoder__rate=rate, **bodies[kind])
         batch = jax.tree.map(jnp.asarray, recipe.data("validation").collate(range(3)))
@@ -124,35 +122,11 @@ def test_latents_go_through_the_channel_that_their_stage_draws(root):
         assert np.abs(coarse[row] - exact[row]).max() > 0.01 and not coarse[row, slots:].any()
 
 
-def test_gradient_passes_a_quantised_channel(root):
-    recipe = tiny.make_recipe(root, stages__answer__bits=(2,))
-    source = jax.tree.map(jnp.asarray, recipe.data("validation").collate(range(3))["source"])
-    source["channel"] = source["channel"].at[:, 2].set(2)
-    loss = jax.grad(lambda trainable: jnp.sum(jnp.sin(recipe.share(trainable, source, jax.random.key(0)))))
-    gradient = jax.jit(loss)(recipe.build().trainable)
-    assert np.abs(np.asarray(gradient["encoder"]["head"]["project"]["kernel"])).max() > 0
-
-
 def test_bert_body_s_window_beyond_its_positions_is_refused_with_the_remedy(root, bodies):
     with pytest.raises(UserError, match=r"encoder\.window=62.* 61 .*encoder\.windows"):
         tiny.make_recipe(root, encoder__kind="bert", **bodies["bert"] | {"encoder__window": 62})
     with pytest.raises(UserError, match=r"encoder\.layers=4.* 3 "):
         tiny.make_recipe(root, encoder__kind="bert", **bodies["bert"] | {"encoder__layers": 4})
-
-
-def test_identity_names_the_body_that_the_encoder_began_with(root, bodies):
-    told = {kind: tiny.make_recipe(root, encoder__kind=kind, **bodies[kind]).identity()["encoder"] for kind in bodies}
-    assert len(set(told.values())) == 3 and "from scratch" in told["bytes"]
-
-
-def test_planned_batch_is_that_of_the_task_with_the_most_positions(root):
-    plain = tiny.make_recipe(root).batch_widths()["readers"]["llama"]
-    assert (plain["task"].name, plain["targets"].shape) == ("answer", (24,))
-    long = tiny.make_recipe(root, stages__pretrain__share=0.5, stages__pretrain__lengths=(16, 96))
-    fields = long.batch_widths()["readers"]["llama"]
-    assert (fields["task"].name, fields["targets"].shape, fields["after"]["ids"].shape) == ("reconstruct", (97,), (0,))
-    short = tiny.make_recipe(root, stages__pretrain__share=0.5, stages__pretrain__lengths=(16, 48)).batch_widths()
-    assert short["readers"]["llama"]["task"].name == "answer"
 
 
 def test_planned_batch_has_the_fields_of_a_real_one(root, monkeypatch, tmp_path):
@@ -175,10 +149,3 @@ def test_training_validates_as_many_examples_as_it_is_told_or_as_eval_does(root,
         trainer.Run(recipe.cfg, recipe, None, None).validation_loop.measure({}, {})
         assert set(seen) == {limit or examples}
         seen.clear()
-
-
-def test_start_is_computed_from_each_text_once(root, tmp_path):
-    rows = [{"context": f"Mara has {n // 5} lamps.", "question": f"{n}?", "answers": ["lamps"]} for n in range(35)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    recipe = tiny.make_recipe(root, data__train=str(tmp_path / "rows.jsonl"))
-    assert recipe._start_texts == [f"Mara has {n} lamps." for n in range(7)]

@@ -69,16 +69,6 @@ def test_passages_have_the_encoder_s_ratio_and_questions_one_that_is_drawn(recip
     np.testing.assert_array_equal(half["source"]["channel"], batches[9]["source"]["channel"][4:])
 
 
-def test_validation_takes_the_encoder_s_ratio_and_another_text_its_own_slots(recipe):
-    found = recipe.validation()
-    assert [prefix for prefix, _ in found] == [""] * 3 + ["shuffled/"] * 3
-    for _, encoded in found:
-        batch = encoded.collate(range(8))
-        np.testing.assert_array_equal(batch["source"]["channel"][:, 0], needed(lengths(batch), RATIO))
-    own, others = (encoded.collate(range(8))["source"]["channel"][:, 0] for _, encoded in (found[0], found[3]))
-    assert not np.array_equal(own, others)
-
-
 class Recorder(WireFunctions):
     """Records every prompt's latents and channel."""
 
@@ -143,17 +133,3 @@ def test_a_message_is_what_a_batch_would_send(recipe, built):
         found = codec.unpack(message, encoder=wire.encoder_fingerprint)
         np.testing.assert_allclose(found, latents[row, :slots], atol=5e-3)
     assert codec.read_frame(wire.write(encoded.examples[0].context, slots=8)).slots == 8
-
-
-def test_keys_and_values_start_from_the_windows_of_the_slots_in_use(tmp_path_factory):
-    """One slot a text by its ratio is the start of an encoder of one slot."""
-    root = tmp_path_factory.getbasetemp() / "readers"
-    body = {"encoder__kind": "lm", "encoder__source": str(tiny.readers(root)["llama"]), "encoder__layers": 1}
-    kv = {"adapter__kind": "kv", "adapter__start": "aligned", "encoder__width": 48, "data__cards": 16}
-    sizes = ({"encoder__slots": 5, "encoder__ratio": 999}, {"encoder__slots": 1}, {"encoder__slots": 5})
-    by_ratio, one, five = (
-        tiny.make_recipe(root, only="qwen", **body, **kv, **size).build().trainable["adapters"] for size in sizes
-    )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), by_ratio, one)
-    kernel = lambda tree: np.asarray(tree["qwen"]["read"]["kernel"])  # noqa: E731
-    assert np.abs(kernel(five) - kernel(one)).max() > 1e-2

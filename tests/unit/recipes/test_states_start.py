@@ -86,18 +86,6 @@ def test_adapters_start_near_the_keys_and_values_of_the_rarest_tokens(started):
     assert (error**2).mean() < 0.35 * (power - power.mean(axis=2, keepdims=True)).var()
 
 
-def test_causal_encoder_knows_nothing_of_what_follows(started):
-    recipe, built = started
-    text = recipe.curriculum.examples("validation")[0].context
-    ids, _ = encode(recipe, built, text)
-    body, spec = built.trainable["encoder"]["body"], recipe.wire.encoder
-    changed = ids.at[0, -1].set((ids[0, -1] + 1) % spec.body.vocab)
-    for causal, same in ((True, True), (False, False)):
-        run = jax.tree_util.Partial(encoder.read_lm, body, spec.body, None, mask=jnp.ones(ids.shape, bool), taps=2)
-        one, other = (run(ids=each, mode=decoder.Mode(causal=causal)) for each in (ids, changed))
-        assert np.allclose(one[:, :-1], other[:, :-1], atol=1e-6) == same
-
-
 def test_states_are_those_before_the_layers(started):
     recipe, built = started
     spec, body = recipe.wire.encoder, built.trainable["encoder"]["body"]
@@ -110,63 +98,6 @@ def test_states_are_those_before_the_layers(started):
         own = found[..., layer * spec.body.width : (layer + 1) * spec.body.width]
         np.testing.assert_allclose(own, alone, atol=1e-5)
     assert encoder.tapped_layers(6, 30) == (2, 7, 12, 17, 22, 27) and encoder.tapped_layers(1, 2) == (1,)
-
-
-def test_layers_behind_the_last_states_are_not_computed(started, monkeypatch):
-    recipe, built = started
-    spec, body = recipe.wire.encoder, built.trainable["encoder"]["body"]
-    x, mask = decoder.embed(body, jnp.arange(7)[None] + 3), jnp.ones((1, 7), bool)
-    whole = decoder.forward(body | {"norm": jnp.ones(x.shape[2])}, spec.body, x, mask=mask, taps=(0, 1)).states
-    given, forward = [], decoder.forward
-
-    def record(params, cfg, *args, **settings):
-        given.append((cfg.layers, *{len(leaf) for leaf in jax.tree.leaves(params["layers"])}))
-        return forward(params, cfg, *args, **settings)
-
-    monkeypatch.setattr(decoder, "forward", record)
-    for taps in ((0,), (0, 1)):
-        found = encoder.tapped_states(body, spec.body, x, mask=mask, taps=taps, mode=decoder.Mode())
-        np.testing.assert_array_equal(found, whole[: len(taps)])
-    assert given == [(1, 1), (2, 2)] and spec.body.layers >= 2
-    three = dataclasses.replace(spec, body=dataclasses.replace(spec.body, layers=3), taps=1)
-    assert three.computed.layers == 2 and dataclasses.replace(three, taps=0).computed.layers == 3
-
-
-def test_no_more_tokens_are_read_than_the_states_need(root, started, monkeypatch):
-    recipe, built = started
-    read, fit = [], states_start.fit
-
-    def record(gram, *args, **settings):
-        read.append(int(gram[-1, -1]))
-        return fit(gram, *args, **settings)
-
-    monkeypatch.setattr(states_start, "fit", record)
-    texts = [example.context for example in recipe.curriculum.examples("train")]
-    lengths = [len(recipe.layout.source.encode(text)) for text in texts]
-    values = recipe.wire.encoder.taps * recipe.wire.encoder.body.width
-    for samples in (1, 2):
-        monkeypatch.setattr(states_start, "SAMPLES", samples)
-        weights = built.trainable, built.frozen
-        states_start.start(recipe.wire, recipe.placement, recipe.layout, texts, weights)
-        limit = samples * values
-        uncounted = limit // min(lengths)  # first tokens
-        assert limit - max(lengths) - uncounted <= read[-1] <= limit
-    assert sum(lengths) > limit and read[1] > 1.5 * read[0]
-
-
-def test_sums_are_of_values_around_their_mean_so_that_fp32_holds_them(root, started, monkeypatch):
-    recipe, built = started
-    given, fit = [], states_start.fit
-    monkeypatch.setattr(states_start, "fit", lambda *sums, **named: given.append(named) or fit(*sums, **named))
-    body = built.trainable["encoder"]["body"]
-    body = body | {"embed": body["embed"].at[:, 3].add(5.0)}
-    trainable = built.trainable | {"encoder": built.trainable["encoder"] | {"body": body}}
-    texts = [example.context for example in recipe.curriculum.examples("train")]
-    head = states_start.start(recipe.wire, recipe.placement, recipe.layout, texts, (trainable, built.frozen))["head"]
-    gram = given[0]["gram"]
-    count, summed = gram[-1, -1], gram[-1, :-1]
-    assert abs(head["shift"][3]) > 3 > 10 * np.abs(summed / count).max(), "the values' mean, and that of what is summed"
-    np.testing.assert_allclose(1 / head["scale"] ** 2, np.diag(gram)[:-1] / count - (summed / count) ** 2, rtol=1e-3)
 
 
 @pytest.mark.slow

@@ -1,17 +1,13 @@
 """lw_jax/recipes/teacher.py: likeliest tokens are computed once, belong to one teacher, and are the live teacher's."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax.core.config import LLM
 from lw_jax.core.errors import UserError
-from lw_jax.data.data_schedule import example_shapes
 from lw_jax.models import wire
-from lw_jax.recipes.teacher import Store, likeliest
+from lw_jax.recipes.teacher import Store
 from tests import tiny
 
 HALF = 2e-2  # log-probabilities down to -20 kept in fp16, which has 11 bits
@@ -28,17 +24,11 @@ def make(root, **changes):
     return tiny.make_recipe(root, **{"loss__kl": 1.0, "loss__teacher_k": K, "data__cards": 13} | changes)
 
 
-def count_reads(recipe):
-    """Counts the passes of the teacher from now on."""
+def attend(recipe):
+    """The training questions with their teacher's tokens, and whose passes that took."""
     teacher, calls = recipe._teacher, []
     run = teacher._likeliest
     teacher.__dict__["_likeliest"] = lambda *arguments: calls.append(arguments[-1]) or run(*arguments)
-    return calls
-
-
-def attend(recipe):
-    """The training questions with their teacher's tokens, and whose passes that took."""
-    calls = count_reads(recipe)
     encoded = recipe.curriculum.stream("train", "answer", 0)
     recipe.load_frozen()
     return encoded, calls
@@ -72,35 +62,18 @@ def test_other_examples_of_the_same_teacher_are_added(root):
     assert len(list((make(root)._teacher.stores["llama"].folder.parent).iterdir())) == 2
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"prompt__anchor": "\nReply:"},
-        {"prompt__user": "{context}\nAsked: {question}"},
-        {"loss__teacher_k": K - 1},
-        {"llms__llama__weights": "bf16"},
-        {"compute__dtype": "bf16"},
-        {"data__answer_tokens": 23},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_teacher_that_is_asked_otherwise_has_a_store_of_its_own(root, changes):
-    stores = [make(root, **one)._teacher.stores["llama"].folder for one in ({}, changes)]
-    assert stores[0] != stores[1]
+def test_teacher_that_is_asked_otherwise_has_a_store_of_its_own(root, tmp_path):
+    def folder(**changes):
+        return make(root, **changes)._teacher.stores["llama"].folder
 
-
-def test_other_weights_have_a_store_of_their_own(root, tmp_path):
-    recipe = make(root)
-    other = tiny.write_reader(tmp_path / "other", "llama", seed=9)
-    llms = recipe.cfg.llms | {"llama": LLM(str(other), "", "fp32", "plain")}
-    changed = type(recipe)(dataclasses.replace(recipe.cfg, llms=llms), recipe.placement)
-    assert recipe._teacher.stores["llama"].folder != changed._teacher.stores["llama"].folder
-    assert recipe._teacher.stores["qwen"].folder == changed._teacher.stores["qwen"].folder
-
-
-def test_what_decides_nothing_of_the_teacher_keeps_its_store(root):
-    changed = make(root, seed=3, encoder__slots=3, data__facts=1, optim__learning_rate=1.0)
-    assert changed._teacher.stores["llama"].folder == make(root)._teacher.stores["llama"].folder
+    own = folder()
+    assert own == folder(seed=3, encoder__slots=3, data__facts=1, optim__learning_rate=1.0), "nothing of the teacher"
+    changed = {
+        **{"prompt__anchor": "\nReply:", "prompt__user": "{context}\nAsked: {question}", "loss__teacher_k": K - 1},
+        **{"llms__llama__weights": "bf16", "compute__dtype": "bf16", "data__answer_tokens": 23},
+        "llms__llama__source": str(tiny.write_reader(tmp_path / "other", "llama", seed=9)),
+    }
+    assert len({own, *(folder(**{key: value}) for key, value in changed.items())}) == 1 + len(changed)
 
 
 ROWS = {bytes([i]) * 16: i for i in range(7)}
@@ -120,9 +93,7 @@ def compute(asked):
 SHAPES = {"ids": ((2, 3), np.int32), "logp": ((2, 3), np.float16)}
 
 
-@pytest.mark.parametrize(
-    ("name", "cut", "missing"), [("keys", 5, 1), ("keys", 16 * 3, 3), ("logp", 0, 0), ("logp", 13, 2)]
-)
+@pytest.mark.parametrize(("name", "cut", "missing"), [("keys", 5, 1), ("keys", 16 * 3, 3), ("logp", 13, 2)])
 def test_store_of_a_stopped_job_is_taken_up_where_its_keys_end(tmp_path, name, cut, missing):
     keys = list(ROWS)
     Store(tmp_path, {"of": "a"}, rows=SHAPES).fill(keys, compute([]), batch=3)
@@ -145,38 +116,6 @@ def test_each_key_is_computed_once_in_batches_of_one_size(tmp_path):
     assert [len(one) for one in asked] == [4, 4]
     assert store.fill(keys, compute(asked), batch=4) == 0 and len(asked) == 2
     assert store.lookup([keys[6], keys[1]])([1, 0])["ids"][:, 0, 0].tolist()[0] in (100, 200, 800)
-
-
-def test_row_that_is_missing_is_named_and_takes_no_other_with_it(tmp_path):
-    keys = list(ROWS)
-    store = Store(tmp_path, {}, rows=SHAPES)
-    store.fill(keys[:5], compute([]), batch=5)
-    found = store.lookup(keys)
-    np.testing.assert_array_equal(found([4, 0])["ids"], compute([])([4, 0])["ids"])
-    with pytest.raises(UserError, match=rf"{store.folder}: .*1 of 3 .*{keys[6].hex()}"):
-        found([0, 6, 1])
-    (store.folder / "ids").write_bytes(b"")
-    with pytest.raises(UserError, match=str(store.folder)):
-        found([0])
-
-
-def test_shapes_are_asked_for_by_name_before_a_row_is_there(root):
-    recipe = make(root)
-    encoded = recipe.curriculum.stream("train", "answer", 0)
-    with pytest.raises(UserError, match=str(recipe._teacher.stores["llama"].folder)):
-        encoded.collate([0])
-    before = example_shapes(encoded.probe())
-    recipe.load_frozen()
-    assert before == example_shapes(encoded.probe()) == example_shapes(encoded.collate([3]))
-
-
-def test_likeliest_are_the_top_log_probabilities():
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 11)) * 4, jnp.float32)
-    ids, logp = likeliest(logits, count=4)
-    all_of_them = np.asarray(jax.nn.log_softmax(logits, axis=2))
-    order = np.argsort(-all_of_them, axis=2)[:, :, :4]
-    np.testing.assert_array_equal(ids, order)
-    np.testing.assert_allclose(logp, np.take_along_axis(all_of_them, order, axis=2), rtol=1e-6)
 
 
 def test_kept_rows_are_the_live_teacher_s_in_a_ragged_batch(root):

