@@ -95,14 +95,19 @@ def pack(  # noqa: PLR0913
     kind = jax.eval_shape(take, jnp.int32(0))[0]
     room = len(mask), int(by_layer.sum()) + most
     none = (jnp.zeros((*room, cfg.head_dim), kind.dtype),) * 2 + (jnp.full(room, LEAST, bias.dtype),)
-    numbers = np.arange(cfg.layers, dtype=np.int32)
-    (k, v, bias), _ = jax.lax.scan(layer, none, (numbers, bias, first, head, rank))
+    inputs = (np.arange(cfg.layers, dtype=np.int32), bias, first, head, rank)
+    (k, v, bias), _ = jax.lax.scan(layer, none, jax.tree.map(jnp.asarray, inputs))
     heads = np.concatenate([*(row[:size] for row, size in zip(head, by_layer, strict=True)), np.zeros(most, np.int32)])
-    length, static = (
-        mask.sum(axis=1, keepdims=True, dtype=jnp.int32),
-        (heads, first, by_layer, np.arange(most, dtype=np.int32)),
+    return PackedPrefix(
+        k,
+        v,
+        bias,
+        head=jnp.asarray(heads),
+        first=jnp.asarray(first),
+        count=jnp.asarray(by_layer),
+        places=jnp.arange(most, dtype=jnp.int32),
+        length=mask.sum(axis=1, keepdims=True, dtype=jnp.int32),
     )
-    return PackedPrefix(k, v, bias, *(jnp.asarray(one) for one in static), length)
 
 
 def open_packed(  # noqa: PLR0913  (as `open_cache`)
