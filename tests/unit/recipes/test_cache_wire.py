@@ -323,8 +323,13 @@ def other_readers(tmp_path_factory):
     folders = {name: tmp_path_factory.mktemp(name) for name in ("window", "long")}
     tiny_models.make(folders["window"], "phi3", sliding_window=LIMIT)
     tiny_models.make(folders["long"], "phi3", rope_parameters=long, original_max_position_embeddings=LIMIT)
-    changes: dict[str, Any] = CACHE | {"encoder__width": 1000, "encoder__texts": 16, "data__context_tokens": 96}
-    cfg = tiny.make_config(folders["long"], models=folders, **changes, message__bytes=180)
+    changes: dict[str, Any] = CACHE | {
+        "encoder__width": 1000,
+        "encoder__texts": 16,
+        "data__context_tokens": 96,
+        "message__bytes": 180,
+    }
+    cfg = tiny.make_config(folders["long"], models=folders, **changes)
     recipe = recipes.make_whole(cfg, placement.place("single", recipes.reader_bytes(cfg)))
     weights = recipe.build()
     return CodedWire(recipe, weights.trainable, weights.frozen, 0)
