@@ -33,15 +33,6 @@ ROWS = {
     "ICAE-like": (*LEARNED, "encoder.rank=8", "encoder.rate=1.0"),
     "500x-like": (*LEARNED, "encoder.rank=8", "encoder.rate=1.0", "adapter.kind=kv"),
     "ARC-like": ("encoder.pooling=windows", "adapter.start=random", "encoder.rate=0.0"),
-    "cache code": (
-        "encoder.kind=cache",
-        "encoder.source=",
-        "encoder.sha256=",
-        "encoder.ratio=4",
-        "adapter.start=random",
-        "train.steps=0",
-        "eval.rows=text,none,latents,shuffled",
-    ),
     "ours": (
         "adapter.kind=kv",
         "adapter.start=aligned",
@@ -85,16 +76,12 @@ def _read(folder: Path, row: str, result: dict[str, Any]) -> Iterator[dict[str, 
 
 
 def _share(rows: Mapping[str, Mapping[str, float]], name: str) -> float:
-    text, none = rows["text_taught" if "text_taught" in rows else "text"]["f1"], rows["none"]["f1"]
-    return (rows[name]["f1"] - none) / (text - none)
+    return (rows[name]["f1"] - rows["none"]["f1"]) / (rows["text_taught"]["f1"] - rows["none"]["f1"])
 
 
 def _trained(folder: Path) -> int:
     """Returns the bytes of the parameters that a run trains, in fp32."""
-    cfg, total = run_folder.read_config(folder), 0
-    if not cfg.train.steps:
-        return 0
-    recipe = recipes.outline(cfg)
+    recipe, total = recipes.outline(run_folder.read_config(folder)), 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(recipe.abstract().trainable):
         name = "/".join(str(part.key) for part in path)
         rate = next(rate for pattern, rate in recipe.rates if re.fullmatch(pattern, name))
