@@ -129,10 +129,10 @@ def measure(  # noqa: PLR0913
     *,
     rows: Sequence[str],
     batch: int,
-    max_new_tokens: int = 0,
-    codings: Mapping[str, Coding] | None = None,
+    max_new_tokens: int,
+    codings: Mapping[str, Coding],
 ) -> list[Record]:
-    """Returns every reader's records of `rows`; with no new tokens the scores of the reference answers alone.
+    """Returns every reader's records of `rows`.
 
     Args:
         bench: the wire.
@@ -140,7 +140,7 @@ def measure(  # noqa: PLR0913
         indices: examples that are measured.
         rows: of `core.eval_rows.KNOWN_TO_CACHE`.
         batch: examples at once.
-        max_new_tokens: of an answer; 0: none is generated.
+        max_new_tokens: of an answer.
         codings: readers' name -> what the bytes of its messages are coded with: records of "latents" have "bytes".
     """
     records: list[Record] = []
@@ -164,7 +164,7 @@ def _records(  # noqa: PLR0913
     row: str,
     made: RowPrompt,
     found: tuple[dict[str, np.ndarray], list[str]],
-    codings: Mapping[str, Coding] | None,
+    codings: Mapping[str, Coding],
     texts: list[int],
 ) -> Iterator[Record]:
     """Yields one reader's records of one row of a batch."""
@@ -175,9 +175,9 @@ def _records(  # noqa: PLR0913
             continue
         held = float(made.positions[at]) if made.sent else _text_positions(encoded, name, row, index)
         one = {"reader": name, "row": row, "index": index, "text": texts[index], "positions": held}
-        if codings and row == "latents":
+        if row == "latents":
             one |= _size(codings[name], made, at, int(lengths[at]))
-        one |= judge(encoded.examples[index], told[at]) if told else {}
+        one |= judge(encoded.examples[index], told[at])
         yield one | {key: float(value[at]) for key, value in scores.items()}
 
 
@@ -194,8 +194,6 @@ def _score(
     bench: CacheBench, fields: Mapping[str, Any], name: str, prompt: Any, max_new_tokens: int
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     answer, params = {key: fields[key] for key in ANSWER}, bench.frozen[name]
-    if not max_new_tokens:
-        return bench.fetch(bench.functions.score(params, prompt, answer, name), name), []
     ids, scores = bench.fetch(bench.functions.answer(params, prompt, answer, name, max_new_tokens), name)
     texts = [bench.decode[name]([int(token) for token in row if token >= 0]) for row in ids]
     return scores, [answers.first_line(text) for text in texts]

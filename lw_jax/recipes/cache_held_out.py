@@ -73,7 +73,6 @@ class HeldOut:
 
     def find_rate(self, ratio: int, limit: float, step: float, *, fitted: bool) -> Statistics:
         """Returns the step at which messages have `limit` bytes a token, and its statistics; `step`: a first guess."""
-
         fitted = fitted and ratio > 1
 
         def write(step: float) -> tuple[np.ndarray, Callable[[], list[Section]]]:
