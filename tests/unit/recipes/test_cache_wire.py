@@ -15,6 +15,7 @@ from lw_jax.commands import train
 from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
+from lw_jax.data import batches
 from lw_jax.evals import cache_functions, cache_rows
 from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.inference.export import MOST_CACHE_BYTES
@@ -119,8 +120,6 @@ def before(wire, name):
 
 
 def after(wire, name):
-    from lw_jax.data import batches
-
     batch = batches.encode_prompts([Example("", "?", QUESTION, ())], layout=wire.recipe.layout)
     return batch["readers"][name]["after"]
 
@@ -150,13 +149,12 @@ def test_one_message_serves_several_ratios(wire, message):
 
 
 def test_batches_are_of_texts_alike_in_length_and_as_wide(wire):
-    examples = [Example("", "a " * n, QUESTION, ("bell",)) for n in (5, 2, 6, 1, 4)]
-    encoded = wire.recipe.encode(examples)
-    found = list(cache_rows.batches_by_length(encoded, range(len(encoded)), 2))
+    encoded = wire.recipe.encode([Example("", f"a {n}", QUESTION, ("bell",)) for n in range(5)])
+    own = batches.field([np.ones(n, np.int32) for n in (150, 20, 304, 10, 90)], 0, left=False)
+    readers = {name: fields | {"own": own} for name, fields in encoded.readers.items()}
+    found = list(cache_rows.batches_by_length(dataclasses.replace(encoded, readers=readers), range(5), 2))
     assert [batch["index"][batch["valid"]].tolist() for batch in found] == [[3, 1], [4, 0], [2]]
-    for batch in found:
-        own = batch["readers"]["qwen"]["own"]["mask"]
-        assert own.shape[1] <= cache_rows.round_columns(int(own.sum(axis=1).max()))
+    assert [batch["readers"]["qwen"]["own"]["mask"].shape[1] for batch in found] == [64, 192, 304]
     assert [cache_rows.round_columns(n) for n in (1, 64, 65, 96, 97, 640)] == [64, 64, 96, 96, 128, 768]
 
 
