@@ -93,12 +93,10 @@ def _match(  # noqa: PLR0913
     cfg: DecoderConfig,
     text: Text,
     kept: Bool[Array, "b m"],
-    q: Float[Array, "b t h e"],
-    k: Float[Array, "b t k e"],
-    v: Float[Array, "b t k e"],
-    attend: Bool[Array, "b 1 t t"],
+    layer: decoder.Attended,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns one layer's kept keys, not turned, and their values [b m k e]."""
+    q, k, v, attend, _ = layer
     keys, values = (one.astype(jnp.float32).swapaxes(1, 2) for one in (k, v))  # [b k t e]
     asking = text.asks.shape[1]
     queries = by_head(q[:, -asking:].astype(jnp.float32), k.shape[2]) * cfg.head_dim**-0.5  # [b k g q e]

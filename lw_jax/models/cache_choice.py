@@ -13,11 +13,11 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
-from lw_jax.models import decoder, kv_prefix
+from lw_jax.models import decoder, kv_prefix, projections
 from lw_jax.models.attention import LEAST
 from lw_jax.models.attention_matching import by_head, solve_ridge
 from lw_jax.models.decoder import DecoderConfig, KVPrefix, Mode, SharedPrefix
-from lw_jax.models.products import multiply
+from lw_jax.models.products import from_bits, multiply
 
 BLOCK = 256  # queries whose attention is in memory at a time
 RIDGE = 1e-3  # x the mean square of the kept keys' shares: pulls towards the values as they were
@@ -26,6 +26,7 @@ STEPS = 200  # of the weights' projected gradient
 WEIGHTS = (0.05, 100.0)
 _LOUDEST = 20.0  # log of a decoded key's share beside an exact one's whole: its square must be a number
 _FAINTEST = 1e-6  # share of the whole text: below it a query says nothing about the text's keys
+_TINY = 1e-30
 _POWERS = 64  # steps of the power method: a matrix without negative entries needs few
 
 
@@ -40,7 +41,7 @@ class Reading(NamedTuple):
     """A text read twice."""
 
     text: KVPrefix
-    scores: Float[Array, "l b t k"]  # the largest share of attention that a repeating query pays to a key
+    scores: Float[Array, "l b t k"]  # the largest effect that a key and its value have on a repeating query
     power: Float[Array, "l b t k"]  # the squared shares, summed over all queries
     queries: Queries | None
 
@@ -88,13 +89,14 @@ def read_twice(  # noqa: PLR0913  (as `decoder.forward`)
     def repeat(carry: tuple, piece: tuple[jax.Array, jax.Array]) -> tuple[tuple, tuple | None]:
         cache, best, power = carry
         x, mask = piece
-        visit = functools.partial(_visit, slice(start, start + length), mask, mode.factors)
+        visit = functools.partial(_pay, slice(start, start + length), mask, mode.factors)
         (own, *asked), cache = decoder.visit_attention(params, cfg, x, mask=mask, visit=visit, cache=cache, mode=mode)
         carry = (cache, jnp.maximum(best, own[0]), power + own[1])
         return carry, tuple(asked) if keep_queries else None
 
     none = jnp.zeros((cfg.layers, rows, length, cfg.kv_heads))
     (_, best, power), asked = jax.lax.scan(repeat, (cache, none, none), pieces)
+    best = best * _output_norms(params, cfg, text.v)
     if asked is None:
         return Reading(text, best, power, None)
     # [n l b block ...] -> [l b t ...]
@@ -102,25 +104,40 @@ def read_twice(  # noqa: PLR0913  (as `decoder.forward`)
     return Reading(text, best, power, Queries(*whole))
 
 
-def _visit(  # noqa: PLR0913
-    slots: slice,
-    asks: Bool[Array, "b q"],
-    factors: str | None,
-    q: Float[Array, "b q h e"],
-    k: Float[Array, "b s k e"],
-    v: Float[Array, "b s k e"],
-    attend: Bool[Array, "b 1 q s"],
+def _pay(
+    slots: slice, asks: Bool[Array, "b q"], factors: str | None, layer: decoder.Attended
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
-    """Returns of each key of a text [b t k] the largest share of attention and the sum of their squares, the queries
-    and their totals [b q h].
+    """Returns of each key of a text [b t k] the largest share of attention, each query's divided by the size of its
+    residual stream behind the layer, and the sum of the squared shares; the queries and their totals [b q h].
     """
-    del v
+    q, k, _, attend, out = layer
     scores = multiply("bkgqe,bske->bkgqs", by_head(q, k.shape[2]), k, factors=factors or q.dtype) * q.shape[-1] ** -0.5
     scores = jnp.where(attend[:, :, None], scores, LEAST)
     total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     shares = jnp.where(asks[:, None, None, :, None], jnp.exp(scores[..., slots] - total), 0.0)
-    own = shares.max(axis=(2, 3)).swapaxes(1, 2), jnp.square(shares).sum(axis=(2, 3)).swapaxes(1, 2)
-    return own, q, total.transpose(0, 3, 1, 2, 4).reshape(q.shape[:3])
+    size = jnp.linalg.norm(out.astype(jnp.float32), axis=-1)[:, None, None, :, None]
+    largest = (shares / jnp.maximum(size, _TINY)).max(axis=(2, 3))
+    paid = largest.swapaxes(1, 2), jnp.square(shares).sum(axis=(2, 3)).swapaxes(1, 2)
+    return paid, q, total.transpose(0, 3, 1, 2, 4).reshape(q.shape[:3])
+
+
+def _output_norms(params: Tree, cfg: DecoderConfig, v: Float[Array, "l b t k e"]) -> Float[Array, "l b t k"]:
+    """Returns how large the output projection makes each value: the root mean square over the heads of its group.
+
+    Times a share of attention, beside the residual stream, it is what a key adds to a query: KVzip+ (arXiv 2601.07891),
+    which takes the stream before the layer. Before the first layer it is small, and nearly all of its keys were kept.
+    """
+
+    def layer(inputs: tuple[Tree, jax.Array]) -> jax.Array:
+        weights, v = inputs
+        matrix = projections.output_matrix(from_bits(weights), (cfg.heads, cfg.head_dim), jnp.float32)
+        matrix = matrix.reshape(len(matrix), cfg.kv_heads, -1, cfg.head_dim)
+        gram = jnp.einsum("dkge,dkgf->kef", matrix, matrix) / matrix.shape[2]
+        squares = jnp.einsum("btke,kef,btkf->btk", v.astype(jnp.float32), gram, v.astype(jnp.float32))
+        return jnp.sqrt(jnp.maximum(squares, 0.0))
+
+    with jax.default_matmul_precision("highest"):
+        return jax.lax.map(layer, (params["layers"], v))
 
 
 def table_of(scores: Float[np.ndarray, "n l k"], share: float) -> Float[np.ndarray, "l k"]:

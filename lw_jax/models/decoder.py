@@ -326,20 +326,29 @@ def _forward_joined(
     return out._replace(hidden=out.hidden[:, opening:])
 
 
+class Attended(NamedTuple):
+    """What a layer attends with and to, queries and keys turned at their positions, and what it returns."""
+
+    q: Float[Array, "b t h e"]
+    k: Float[Array, "b s k e"]
+    v: Float[Array, "b s k e"]
+    attend: Bool[Array, "b 1 t s"]  # the keys that a query sees
+    out: Float[Array, "b t d"]  # the residual stream behind the layer
+
+
 def visit_attention(  # noqa: PLR0913  (as `forward`)
     params: Tree,
     cfg: DecoderConfig,
     x: Float[Array, "b t d"],
     *,
     mask: Bool[Array, "b t"],
-    visit: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Tree],
+    visit: Callable[[Attended], Tree],
     cache: Cache | None = None,
     mode: Mode = Mode(),  # noqa: B008  (frozen)
 ) -> tuple[Tree, Cache | None]:
-    """Returns `visit(q [b t h e], k [b s k e], v [b s k e], attend [b 1 t s])` of every layer, stacked, and the cache.
+    """Returns `visit` of every layer, stacked, and the cache.
 
-    q and k are turned at their positions; `attend` marks the keys that a query sees. With a cache x continues it, and
-    its slots are the keys.
+    With a cache x continues it, and its slots are the keys.
     """
     assert cache is None or (cache.bias is None and cache.packed is None), "of a reader's own keys alone"
     past, cache = _find_past(mask, cache)
@@ -353,9 +362,9 @@ def visit_attention(  # noqa: PLR0913  (as `forward`)
         layer_cache = () if kv is None else _LayerCache(kv[0], kv[1], number)
         x, own = _layer(cfg, shared, mode.constrain(x), weights, layer_cache)
         if kv is None:
-            return (x, None), visit(q, *own, shared.attend)
+            return (x, None), visit(Attended(q, *own, shared.attend, x))
         k, v = (jax.lax.dynamic_index_in_dim(one, number, 0, False) for one in own)
-        return (x, own), visit(q, k, v, shared.attend)
+        return (x, own), visit(Attended(q, k, v, shared.attend, x))
 
     numbers = jnp.arange(cfg.layers, dtype=jnp.int32)
     kv = None if cache is None else (cache.k, cache.v)

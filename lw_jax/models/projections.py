@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
 from lw_jax.core.types import Tree
 from lw_jax.models import quant
@@ -27,8 +28,8 @@ def apply(x: jax.Array, weights: Tree, name: str, factors: str | None) -> jax.Ar
     elif quant.multiplies(matrix):
         y = checkpoint_name(quant.multiply(x.reshape(*x.shape[:2], -1), matrix), PRODUCT)
     else:
-        restored = quant.restore(matrix, narrow)
-        y = product(equations[0], x, restored.reshape(*restored.shape[:-1], *x.shape[-2:]) if name == "o" else restored)
+        restored = output_matrix(weights, x.shape[2:], narrow) if name == "o" else quant.restore(matrix, narrow)
+        y = product(equations[0], x, restored)
     bias, lora = weights.get(f"{name}_bias"), weights.get(f"{name}_lora")
     if bias is not None:
         y = y + bias[None, None, :, :]
@@ -36,6 +37,15 @@ def apply(x: jax.Array, weights: Tree, name: str, factors: str | None) -> jax.Ar
         inner = product(equations[1], _drop(x, lora), lora["a"].astype(narrow))
         y = y + product(equations[2], inner, lora["b"].astype(narrow))
     return y
+
+
+def output_matrix(weights: Tree, heads: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Float[Array, "d h e"]:
+    """Returns the matrix behind attention, packed or not, of `heads`: their number and size."""
+    matrix = weights["o"]
+    if not isinstance(matrix, dict):
+        return matrix.astype(dtype)
+    restored = quant.restore(matrix, dtype)
+    return restored.reshape(*restored.shape[:-1], *heads)
 
 
 def _drop(x: jax.Array, lora: Tree) -> jax.Array:

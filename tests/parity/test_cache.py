@@ -38,6 +38,7 @@ class Oracle:
             for name in "kv":
                 part = getattr(layer.self_attn, f"{name}_proj")
                 part.register_forward_hook(lambda m, i, out, at=(name, index): self.found.__setitem__(at, out.detach()))
+            layer.register_forward_hook(lambda m, i, out, at=("out", index): self.found.__setitem__(at, out.detach()))
 
     def _attend(self, module, q, k, v, mask, scaling=None, dropout=0.0, **_):
         rows, _, queries, size = q.shape
@@ -54,12 +55,23 @@ class Oracle:
 
     @torch.no_grad()
     def read(self, ids):
-        """Keys before rotation, values [l n k e], and shares of attention [l k g n n] of the repeated text."""
+        """Keys before rotation, values [l n k e], shares of attention [l k g n n] of the repeated text, and worth."""
         n, text, self.weights = len(ids), slice(len(OPENING), len(OPENING) + len(ids)), []
         self.model(input_ids=torch.tensor([[*OPENING, *ids, *AGAIN, *ids]]))
         k, v = (torch.stack([self.found[name, i][0, text] for i in range(self.layers)]) for name in "kv")
         k, v = (one.view(self.layers, n, self.heads, -1) for one in (k, v))
-        return k, v, torch.stack([one[..., -n:, text] for one in self.weights])
+        shares = torch.stack([one[..., -n:, text] for one in self.weights])
+        return k, v, shares, self._worth(v, shares)
+
+    def _worth(self, v, shares):
+        """The largest share of a key [l n k], over the query's stream behind the layer, times its value's output."""
+        found = []
+        for index, layer in enumerate(self.model.model.layers):
+            stream = self.found["out", index][0, -v.shape[1] :].norm(dim=1)
+            matrix = layer.self_attn.o_proj.weight.view(-1, self.heads, shares.shape[2], self.size)
+            outputs = torch.einsum("nke,dkge->nkgd", v[index], matrix).square().sum(3).mean(2).sqrt()
+            found.append((shares[index] / stream[:, None]).amax((1, 2)).T * outputs)
+        return torch.stack(found)
 
     @torch.no_grad()
     def ask(self, ids, bias):
@@ -138,16 +150,12 @@ def close(found, wanted, tolerance=SAME):
     np.testing.assert_allclose(found, wanted, atol=tolerance * np.abs(wanted).max(), rtol=0)
 
 
-def scores_of(shares):
-    return shares.amax((2, 3)).permute(0, 2, 1)  # [l n k]
-
-
 def test_keys_values_and_what_they_are_worth(both):
     _, ours, theirs = both
-    for row, (k, v, shares) in enumerate(theirs):
+    for row, (k, v, shares, worth) in enumerate(theirs):
         close(ours.text.k[:, row, MASK[row]], k)
         close(ours.text.v[:, row, MASK[row]], v)
-        close(ours.scores[:, row, MASK[row]], scores_of(shares))
+        close(ours.scores[:, row, MASK[row]], worth)
         close(ours.power[:, row, MASK[row]], shares.square().sum((2, 3)).permute(0, 2, 1))
         assert not np.asarray(ours.scores + ours.power)[:, row, ~MASK[row]].any()
 
@@ -164,7 +172,7 @@ def test_pieces_of_queries_and_padding_change_no_number(pair):
 
 def test_table_and_chosen_keys(both):
     cfg, ours, theirs = both
-    scores = torch.cat([scores_of(one[2]) for one in theirs], 1).permute(1, 0, 2)  # [n l k]
+    scores = torch.cat([worth for *_, worth in theirs], 1).permute(1, 0, 2)  # [n l k]
     least = scores.flatten().topk(int(SHARE * scores.numel())).values[-1]
     wanted = (scores >= least).float().mean(0)
     table = cache_choice.table_of(np.asarray(ours.scores).transpose(1, 2, 0, 3)[MASK], SHARE)
@@ -172,8 +180,7 @@ def test_table_and_chosen_keys(both):
     assert table.min() < SHARE / 2 and table.max() > 1.5 * SHARE, "a table of equal shares would prove little"
     count = cache_choice.count_kept(table, np.asarray(LENGTHS))
     kept = np.asarray(cache_choice.choose(ours.scores, jnp.asarray(MASK), jnp.asarray(count)))
-    for row, (_, _, shares) in enumerate(theirs):
-        each = scores_of(shares)
+    for row, (*_, each) in enumerate(theirs):
         for layer in range(cfg.layers):
             for head in range(cfg.kv_heads):
                 m = max(0, round(LENGTHS[row] * wanted[layer, head].item()))
@@ -213,7 +220,7 @@ def test_fitted_values_and_biases(both, decoded, block):
     values, bias = cache_choice.fit(cfg, ours.queries, ours.text, jnp.asarray(kept), **given)
     assert not np.asarray(values)[~kept].any() and not np.asarray(bias)[~kept].any()
     moved = 0.0
-    for row, (_, v, shares) in enumerate(theirs):
+    for row, (_, v, shares, _) in enumerate(theirs):
         for layer in range(cfg.layers):
             for head in range(cfg.kv_heads):
                 at = np.flatnonzero(kept[layer, row, MASK[row], head])
