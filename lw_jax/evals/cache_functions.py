@@ -98,22 +98,16 @@ class CacheFunctions(WireFunctions):
 
     @functools.cached_property
     def read_states(self):
-        """Returns jitted (reader's parameters, fields of `read_twice`, name, twice) -> states and scores.
+        """Returns jitted (reader's parameters, fields of `read_twice`, name) -> states bf16[b t n], scores and power.
 
-        The states are bf16[b t n], `cache_code.states`; what the keys are worth is f32[l b t k], or None if a text is
-        not read `twice`.
+        The last two are those of a `Reading`, f32[l b t k].
         """
 
-        def run(params: Tree, fields: Mapping, name: str, twice: bool) -> tuple[jax.Array, jax.Array | None]:
-            reader, own, scores = self.wire.readers[name], fields["own"], None
-            if twice:
-                kv, scores, *_ = self.read_twice(params, fields, name, False)
-            else:
-                x, shared = decoder.embed(params, own["ids"]), embed_shared_prefix(params, fields["before"])
-                kv = kv_prefix.take(params, reader.config, x, mask=own["mask"], shared_prefix=shared, mode=reader.mode)
-            return cache_code.states(kv.k, kv.v).astype(jnp.bfloat16), scores
+        def run(params: Tree, fields: Mapping, name: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+            kv, scores, power, _ = self.read_twice(params, fields, name, False)
+            return cache_code.states(kv.k, kv.v).astype(jnp.bfloat16), scores, power
 
-        return jax.jit(run, static_argnames=("name", "twice"))
+        return jax.jit(run, static_argnames="name")
 
     def prompt_from_cache(  # noqa: PLR0913
         self, params: Tree, code: Tree, fields: Mapping, sent: Sent, mask: jax.Array | np.ndarray, name: str

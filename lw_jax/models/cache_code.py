@@ -80,8 +80,7 @@ def solve(  # noqa: PLR0913
         factors: dtype of the factors of its products; None: as they are.
     """
     x = (states(kv.k, kv.v) - code.mean.reshape(1, 1, -1)) / _by_value(code.scale, code.mean)[None, None]
-    weights = jnp.moveaxis(weights, 0, 2)[:, :, None, :, :, None]  # [b t 1 l k 1]
-    weights = jnp.broadcast_to(weights, (*x.shape[:2], *code.mean.shape)).reshape(x.shape)
+    weights = _by_state(jnp.moveaxis(weights, 0, 2), code.mean.shape)
     deviation = jnp.sqrt(jnp.maximum(variance, jnp.finfo(jnp.float32).tiny))
     # step^2 / 12 is the error of rounding, so what a nat is worth where W is not divided by its largest.
     tau = step[:, None, None] ** 2 / (12 * IMPORTANCE[1] * LAPLACIAN * deviation)[None, None]
@@ -145,8 +144,15 @@ def fit_code(
         scale = jnp.where(spread > 0, spread, 1.0) * (2 * layers) ** 0.5
         if weights is not None:
             scale = scale / jnp.maximum(weights, LEAST_WEIGHT * weights.max())
-        mean = mean.reshape(2, *shape)
-        found = jax.random.normal(jax.random.key(seed), (count, min(width + MORE, count)))
+    return fit_basis(chunks, mean.reshape(2, *shape), scale, width, seed=seed)
+
+
+def fit_basis(
+    chunks: Chunks, mean: Float[Array, "2 l k e"], scale: Float[Array, "2 l"], width: int, *, seed: int = 0
+) -> Code:
+    """Returns the code of this mean and scale whose `width` numbers explain most of the states of two sweeps."""
+    with jax.default_matmul_precision("highest"):
+        found = jax.random.normal(jax.random.key(seed), (mean.size, min(width + MORE, mean.size)))
         for _ in range(2):
             basis = jnp.linalg.qr(found)[0]
             found = jnp.zeros_like(basis)
@@ -155,8 +161,45 @@ def fit_code(
         return Code(mean, scale, _nystroem(basis, found)[:, :width].T)
 
 
+def fill(
+    code: Code,
+    y: Float[Array, "r n"],
+    weights: Float[Array, "r l k"],
+    *,
+    step: Float[Array, ""],
+    variance: Float[Array, " w"],
+    factors: str | None = None,
+) -> Float[Array, "r n"]:
+    """Returns tokens' states with what weighs little replaced by what the code says of it, solved as for a message.
+
+    A basis that is fitted to these serves what messages say: expectation maximisation of a weighted factorisation
+    (Srebro and Jaakkola 2003).
+    """
+    k, v = of_states(y, code.mean.shape[1:])
+    kv = KVPrefix(k, v, jnp.ones(y.shape[:1], bool)[None])
+    by_layer = weights.transpose(1, 0, 2)[:, None]
+    z = solve(code, kv, by_layer, step=step[None], variance=variance, factors=factors)
+    basis = code.basis.astype(factors or y.dtype)
+    decoded = multiply("btw,wn->btn", z, basis, factors=basis.dtype)[0] * _by_value(code.scale, code.mean)[None]
+    decoded = decoded + code.mean.reshape(1, -1)
+    by_value = _by_state(weights[None], code.mean.shape)[0]
+    return decoded + by_value * (y - decoded)
+
+
+def of_states(y: Float[Array, "r n"], shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Returns the keys and values [l 1 r k e] of tokens, the layers, heads and their size being `shape`."""
+    k, v = y.astype(jnp.float32).reshape(len(y), 1, 2, *shape).transpose(2, 3, 1, 0, 4, 5)
+    return k, v
+
+
 def _by_value(scale: Float[Array, "2 l"], mean: Float[Array, "2 l k e"]) -> Float[Array, " n"]:
     return jnp.broadcast_to(scale[:, :, None, None], mean.shape).reshape(-1)
+
+
+def _by_state(weights: Float[Array, "b t l k"], shape: tuple[int, ...]) -> Float[Array, "b t n"]:
+    """Returns the weights of keys and values [2 l k e], both alike, as those of a token's states."""
+    by_value = jnp.broadcast_to(weights[:, :, None, :, :, None], (*weights.shape[:2], *shape))
+    return by_value.reshape(*weights.shape[:2], -1)
 
 
 def _moments(chunks: Chunks, count: int, layers: int) -> tuple[Float[Array, " n"], Float[Array, "2 l"]]:

@@ -18,7 +18,7 @@ from lw_jax.models.cache_codec import Coding, Section, Statistics
 from lw_jax.models.decoder import DecoderConfig, KVPrefix, PackedPrefix
 from lw_jax.models.kv_prefix import Sizes
 
-ROOTS = {True: 1.0, False: 0.5}  # fitted or not: the power of a key's worth that weighs its numbers
+ROOT = 0.5  # power of the squared attention to a key that weighs its numbers
 
 
 class Sent(NamedTuple):
@@ -71,7 +71,7 @@ def want(
         assert reading.queries is not None, "a fit needs the repeating queries"
         v, _ = cache_choice.fit(cfg, reading.queries, text, kept, seen=seen)
         text = text._replace(v=jnp.where(kept[..., None], v, text.v))
-    return Wanted(text, kept, cache_code.importance(reading.power, kept, text.mask, ROOTS[fitted]))
+    return Wanted(text, kept, cache_code.importance(reading.power, kept, text.mask, ROOT))
 
 
 def solve(params: Tree, wanted: Wanted, step: Float[Array, " b"], factors: str | None = None) -> Float[Array, "b t w"]:

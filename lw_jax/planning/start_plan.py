@@ -227,18 +227,21 @@ def _plan_reader(
             peak = needs.argument_size_in_bytes + needs.temp_size_in_bytes + needs.output_size_in_bytes - weights
             batch[writes] = dataclasses.replace(batch[writes], peak_bytes=max(peak, 0))
     runs, width = _runs(cfg, rows, placed.platform), code["basis"].shape[0]
-    basis = (8 * (width + cache_code.MORE) + 2 * width) * values * runs.tokens
+    basis = (16 * (width + cache_code.MORE) + 4 * width) * values * runs.tokens
+    filling = 4 * (cache_code.ITERATIONS + 0.5) * width * values * runs.tokens
     read, write = batch[False], batch[True]
     seconds = None
     if speed and read.seconds and write.seconds:
         seconds = runs.readings * read.seconds + runs.writings * (write.seconds - read.seconds) + basis / speed.exact
+        factors = recipe.wire.readers[name].mode.factors or "float32"
+        seconds += filling / speed.products.get(factors, speed.exact)
     return ReaderPlan(
         weights_bytes=weights,
         code_bytes=place.device_bytes(code),
         reading=read,
         writing=write,
         basis_bytes=4 * values * (4 * (width + cache_code.MORE) + 3 * cache_start.CHUNK),
-        flops=runs.readings * read.flops + runs.writings * (write.flops - read.flops) + basis,
+        flops=runs.readings * read.flops + runs.writings * (write.flops - read.flops) + basis + filling,
         seconds=seconds,
         read_seconds=(text[False].seconds or 0.0) / 2 if speed else None,  # it is read twice there
         write_seconds=text[True].seconds,
@@ -250,7 +253,7 @@ def _plan_reader(
 class _Runs(NamedTuple):
     """How often the start runs its programs for one reader, about."""
 
-    readings: float  # of a batch, twice; once is half
+    readings: float  # of a batch, twice
     writings: float  # of a batch that was read
     tokens: int  # that the basis is fitted to
 
@@ -259,10 +262,8 @@ def _runs(cfg: Config, rows: int, platform: str) -> _Runs:
     texts, kind = cfg.encoder.texts, "cpu" if platform == "cpu" else "gpu"
     held = min(max(texts // cache_start.PART_HELD_OUT, 1), cache_start.MOST_HELD_OUT[kind])
     train, found = texts - held, len(cache_start.RATES) + (cfg.encoder.ratio > 1)  # steps, one of them either way
-    twice = train / cache_start.TWICE + held
-    readings = (twice + (train - twice) / 2) / rows
     writings = found * SOLVES * held / rows
-    return _Runs(readings, writings, train * cfg.data.context_tokens)
+    return _Runs(texts / rows, writings, train * cfg.data.context_tokens)
 
 
 def _programs(recipe: CacheWire, name: str, rows: int, tokens: int) -> dict[bool, tuple[Callable[..., Any], tuple]]:
@@ -282,7 +283,7 @@ def _programs(recipe: CacheWire, name: str, rows: int, tokens: int) -> dict[bool
     count = jax.ShapeDtypeStruct((model.layers, rows, model.kv_heads), jnp.int32, sharding=every)
 
     def read(params: Any, fields: Any) -> Any:
-        return functions.read_states(params, fields, name, True)
+        return functions.read_states(params, fields, name)
 
     def write(params: Any, code: Any, fields: Any, count: jax.Array, step: jax.Array) -> Any:
         reading = functions.read_twice(params, fields, name, True)

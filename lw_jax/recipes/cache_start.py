@@ -1,20 +1,22 @@
 """Start of a wire of kind "cache": each reader's basis, tables and step, in closed form from training texts.
 
-Of seven texts in eight the keys and values give the basis; one of four of them is read twice, and what its keys are
-worth gives the tables. The eighth are held out: on them the steps of the numbers are found, and whether values and
+Seven texts in eight are read twice: what their keys are worth gives the tables, and their keys and values the basis.
+The eighth are held out: on them the steps of the numbers are found, and whether values and
 biases are fitted, which serves one reader and hurts another (docs/messages.md).
 """
 
 import dataclasses
+import functools
 import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from lw_jax.core.eval_rows import RATIOS
 from lw_jax.core.progress import duration, phase
@@ -23,7 +25,7 @@ from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.examples import spread
 from lw_jax.evals import cache_rows
 from lw_jax.evals.cache_functions import CacheFunctions
-from lw_jax.models import cache_choice, cache_code
+from lw_jax.models import cache_choice, cache_code, cache_message
 from lw_jax.models.cache_code import Code
 from lw_jax.models.cache_codec import Statistics
 from lw_jax.recipes.cache_held_out import HeldOut, guess_step
@@ -36,7 +38,6 @@ PART_HELD_OUT = 8  # one of so many texts is held out
 # A text's numbers cost 16 writings and readings, and are found some ten times. What was read of them stays on the
 # device: on a card one batch.
 MOST_HELD_OUT = {"cpu": 12, "gpu": 32}
-TWICE = 4  # one of so many texts is read twice: the tables have a few hundred shares, the basis millions of values
 # Ratios that have a step of their own, beside the run's; others take the next smaller one's.
 RATES = {1: "all", 2: "half", 4: "quarter", 8: "eighth"}
 ROWS = {"cpu": 4, "gpu": 32}  # texts at once
@@ -98,35 +99,75 @@ class _States:
             yield jnp.asarray(filled), jnp.arange(CHUNK) < len(part)
 
 
+class _Text(NamedTuple):
+    """What the keys of a text's tokens are worth, of a `Reading`."""
+
+    scores: Float[np.ndarray, "t l k"]
+    power: Float[np.ndarray, "t l k"]
+
+
 def _fit(
     recipe: "CacheWire", functions: CacheFunctions, params: Tree, name: str, texts: list[str]
 ) -> tuple[dict[str, Any], int]:
-    """Returns a reader's basis and tables from its own keys and values of texts, and how many tokens they have."""
-    config = recipe.wire.readers[name].config
+    """Returns a reader's basis and tables from its own keys and values of texts, and how many tokens they have.
+
+    A first basis is that of all states; the basis is that of states in which what weighs little in a message is what
+    the first one says of it.
+    """
+    config, cfg = recipe.wire.readers[name].config, recipe.cfg
     shape = (config.layers, config.kv_heads, config.head_dim)
-    scores, twice = [], texts[::TWICE]
-    once = [text for i, text in enumerate(texts) if i % TWICE]
-    with tempfile.TemporaryFile() as file:
+    read: list[_Text] = []
+    with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as filled_file:
         states = _States(file, 2 * math.prod(shape))
-        for again, part in ((True, twice), (False, once)):
-            with phase(f"{name}: reading texts {'twice' if again else 'once'}", len(part), "texts") as done:
-                for y, worth in done.track(_read(recipe, functions, params, name, part, twice=again)):
-                    states.add(y)
-                    scores += [] if worth is None else [worth]
-        together = np.concatenate(scores)
+        with phase(f"{name}: reading texts twice", len(texts), "texts") as done:
+            for y, text in done.track(_read(recipe, functions, params, name, texts)):
+                states.add(y)
+                read.append(text)
+        together = np.concatenate([text.scores for text in read])
         tables = [cache_choice.table_of(together, 1 / ratio) for ratio in range(1, RATIOS + 1)]
-        weights = jnp.asarray(tables[3].mean(axis=1) ** WEIGHED, jnp.float32)
-        width = min(recipe.cfg.encoder.width, states.width)
+        by_layer = jnp.asarray(tables[3].mean(axis=1) ** WEIGHED, jnp.float32)
+        width = min(cfg.encoder.width, states.width)
         with phase(f"{name}: fitting a basis of {width} numbers for {states.width:,} of a token's keys and values"):
-            code = cache_code.fit_code(states.chunks, shape, width, weights=jnp.stack([weights, weights]))
-            variance = _variance(code, states)
+            first = cache_code.fit_code(states.chunks, shape, width, weights=jnp.stack([by_layer, by_layer]))
+            variance = _variance(first, states)
+        step = guess_step(np.asarray(variance, np.float64), 8 * cfg.message.bytes)
+        filled = _States(filled_file, states.width)
+        with phase(f"{name}: fitting it anew to what messages say", states.count, "tokens") as done:
+            weights, place = _weights(read, tables, cfg.encoder.ratio), 0
+            for y, real in states.chunks():
+                count = int(real.sum())
+                own = np.pad(weights[place : place + count], ((0, CHUNK - count), (0, 0), (0, 0)))
+                settings = {"variance": variance, "factors": recipe.wire.readers[name].mode.factors}
+                filled.add(np.asarray(_fill(first, y, own, jnp.float32(step), **settings))[:count])
+                place += count
+                done.advance(count)
+            code = cache_code.fit_basis(filled.chunks, first.mean, first.scale, width)
+            variance = _variance(code, filled)
     return {**code._asdict(), "variance": variance, "tables": jnp.asarray(np.stack(tables), jnp.float32)}, states.count
 
 
-def _read(  # noqa: PLR0913
-    recipe: "CacheWire", functions: CacheFunctions, params: Tree, name: str, texts: list[str], *, twice: bool
-) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    """Yields of each text the states bf16[t n] of its tokens, and what their keys are worth f32[t l k] or None."""
+def _weights(read: Sequence[_Text], tables: Sequence[np.ndarray], ratio: int) -> Float[np.ndarray, "n l k"]:
+    """Returns what weighs a token's states in messages: of one text of all positions, of the next one at the ratio."""
+    found = []
+    for number, text in enumerate(read):
+        scores, power = (jnp.moveaxis(jnp.asarray(one), 0, 1)[:, None] for one in text)
+        mask = jnp.ones((1, len(text.scores)), bool)
+        count = cache_choice.count_kept(tables[(ratio if number % 2 else 1) - 1], np.array([len(text.scores)]))
+        kept = cache_choice.choose(scores, mask, jnp.asarray(count))
+        weights = cache_code.importance(power, kept, mask, cache_message.ROOT)
+        found.append(np.moveaxis(np.asarray(weights[:, 0]), 1, 0))
+    return np.concatenate(found)
+
+
+@functools.partial(jax.jit, static_argnames="factors")
+def _fill(code: Code, y: jax.Array, weights: jax.Array, step: jax.Array, **settings: Any) -> jax.Array:
+    return cache_code.fill(code, y.astype(jnp.float32), weights, step=step, **settings).astype(jnp.bfloat16)
+
+
+def _read(
+    recipe: "CacheWire", functions: CacheFunctions, params: Tree, name: str, texts: list[str]
+) -> Iterator[tuple[np.ndarray, _Text]]:
+    """Yields of each text the states bf16[t n] of its tokens, and what their keys are worth."""
     layout, mesh = recipe.layout, functions.mesh_of(name)
     pad = layout.readers[name].tokenizer.pad
     before = prompt_tokens.shared_prefix(name, layout.readers[name], layout.prompt)
@@ -144,9 +185,9 @@ def _read(  # noqa: PLR0913
         part = ids[first : first + rows]
         field = batches.Field(part, min(cache_rows.round_columns(max(map(len, part))), limit), pad, left=False)
         own = place.rows(field.collate([min(i, len(part) - 1) for i in range(rows)]), mesh)
-        y, worth = jax.device_get(functions.read_states(params, {"own": own} | around, name, twice))
+        y, *worth = jax.device_get(functions.read_states(params, {"own": own} | around, name))
         for row, one in enumerate(part):
-            yield y[row, : len(one)], None if worth is None else np.moveaxis(worth[:, row, : len(one)], 1, 0)
+            yield y[row, : len(one)], _Text(*(np.moveaxis(each[:, row, : len(one)], 1, 0) for each in worth))
 
 
 def _variance(code: Code, states: _States) -> jax.Array:
@@ -160,7 +201,7 @@ def _variance(code: Code, states: _States) -> jax.Array:
 @jax.jit
 def _squares(code: Code, y: jax.Array, real: jax.Array) -> jax.Array:
     """Returns the sum of the squared numbers of tokens [r n]."""
-    k, v = y.astype(jnp.float32).reshape(len(y), 1, *code.mean.shape).transpose(2, 3, 1, 0, 4, 5)
+    k, v = cache_code.of_states(y, code.mean.shape[1:])
     z = cache_code.write(code, cache_code.KVPrefix(k, v, real[None]))[0]
     return jnp.square(jnp.where(real[:, None], z, 0.0)).sum(axis=0)
 
