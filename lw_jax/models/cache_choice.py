@@ -20,7 +20,7 @@ from lw_jax.models.decoder import DecoderConfig, KVPrefix, Mode, SharedPrefix
 from lw_jax.models.products import from_bits, multiply
 
 BLOCK = 256  # queries whose attention is in memory at a time
-RIDGE = 1e-3  # x the mean square of the kept keys' shares: pulls towards the values as they were
+RIDGE = 3e-2  # x the mean square of the kept keys' shares: pulls towards the values as they were
 PULL = 1e-2  # the same of the weights towards 1, a bias of 0
 STEPS = 200  # of the weights' projected gradient
 WEIGHTS = (0.05, 100.0)

@@ -150,13 +150,19 @@ def _weights(read: Sequence[_Text], tables: Sequence[np.ndarray], ratio: int) ->
     """Returns what weighs a token's states in messages: of one text of all positions, of the next one at the ratio."""
     found = []
     for number, text in enumerate(read):
-        scores, power = (jnp.moveaxis(jnp.asarray(one), 0, 1)[:, None] for one in text)
-        mask = jnp.ones((1, len(text.scores)), bool)
-        count = cache_choice.count_kept(tables[(ratio if number % 2 else 1) - 1], np.array([len(text.scores)]))
-        kept = cache_choice.choose(scores, mask, jnp.asarray(count))
-        weights = cache_code.importance(power, kept, mask, cache_message.ROOT)
-        found.append(np.moveaxis(np.asarray(weights[:, 0]), 1, 0))
+        length = len(text.scores)
+        rest = cache_rows.round_columns(length) - length
+        count = cache_choice.count_kept(tables[(ratio if number % 2 else 1) - 1], np.array([length]))
+        padded = (np.pad(one, ((0, rest), (0, 0), (0, 0))) for one in text)
+        found.append(np.asarray(_weigh(*padded, np.arange(length + rest) < length, count))[:length])
     return np.concatenate(found)
+
+
+@jax.jit
+def _weigh(scores: jax.Array, power: jax.Array, mask: jax.Array, count: jax.Array) -> jax.Array:
+    scores, power = (jnp.moveaxis(one, 0, 1)[:, None] for one in (scores, power))
+    kept = cache_choice.choose(scores, mask[None], count)
+    return jnp.moveaxis(cache_code.importance(power, kept, mask[None], cache_message.ROOT)[:, 0], 1, 0)
 
 
 @functools.partial(jax.jit, static_argnames="factors")
