@@ -22,7 +22,7 @@ PLACED = {
     "tensor 4, of 2 heads of keys": {"devices": 4, "strategy": "tensor", "model": 4},
     "split 2": {"devices": 2, "strategy": "split"},
 }
-QUICK = ("replicate 2", "data 2 x tensor 2")
+QUICK = "data 2 x tensor 2"  # splits both the rows and the readers
 NATS = 2e-3  # of an answer: integers of the code that lie between two may be rounded to either
 ROUNDED = 0.002  # share of a code's integers that other sums round to the next one
 DECODED = 1e-3  # relative, of what a basis from other sums explains
@@ -43,6 +43,13 @@ def alone(root):
     return wire, *results(wire)
 
 
+@pytest.fixture(scope="module")
+def four(root):
+    """The recipe on four devices, and what it starts with."""
+    recipe = make(root, **PLACED[QUICK])
+    return recipe, recipe.build()
+
+
 def results(wire):
     message = wire.write(TEXT, ratio=(1, 2))
     answers = {name: wire.read(message, name, list(QUESTIONS)) for name in wire.recipe.wire.readers}
@@ -50,12 +57,21 @@ def results(wire):
     return message, answers, records
 
 
-@pytest.mark.parametrize("name", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in PLACED])
+def test_four_devices_write_read_and_score_as_one(alone, four):
+    check(four[0], four[1].frozen, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PLACED if name != QUICK])
 def test_every_placement_writes_reads_and_scores_alike(name, root, alone):
-    first, message, answers, records = alone
     recipe = make(root, **PLACED[name])
+    check(recipe, recipe.load_frozen(), alone)
+
+
+def check(recipe, frozen, alone):
+    first, message, answers, records = alone
     codes = jax.device_put(jax.device_get(first.trainable), recipe.shardings().trainable)
-    wire = CodedWire(recipe, codes, recipe.load_frozen(), 0)
+    wire = CodedWire(recipe, codes, frozen, 0)
     assert wire.fingerprint == first.fingerprint
     own, told, found = results(wire)
     for reader in answers:
@@ -74,9 +90,8 @@ def test_every_placement_writes_reads_and_scores_alike(name, root, alone):
         assert ours["nll"] == pytest.approx(theirs["nll"], abs=NATS), (ours["reader"], ours["row"])
 
 
-def test_a_start_on_several_devices_is_that_of_one(root, alone):
-    recipe = make(root, devices=4, strategy="tensor", model=2)
-    found = jax.device_get(recipe.build().trainable["codes"])
+def test_a_start_on_several_devices_is_that_of_one(alone, four):
+    found = jax.device_get(four[1].trainable["codes"])
     for name, own in jax.device_get(alone[0].trainable["codes"]).items():
         other = found[name]
         assert other["fitted"] == own["fitted"]
@@ -89,7 +104,7 @@ def test_a_start_on_several_devices_is_that_of_one(root, alone):
         np.testing.assert_allclose(other["step"], own["step"], rtol=0.1)
 
 
-def test_codes_lie_whole_on_every_device_of_their_reader(root):
-    recipe = make(root, devices=4, strategy="tensor", model=2)
+def test_codes_lie_whole_on_every_device_of_their_reader(four):
+    recipe, _ = four
     shapes = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(shapes))
