@@ -28,25 +28,35 @@ ROUNDED = 0.002  # share of a code's integers that other sums round to the next 
 DECODED = 1e-3  # relative, of what a basis from other sums explains
 
 
-def make(root, *, devices=1, strategy="replicate", model=1):
-    cfg = tiny.make_config(root, **CACHE, message__bytes=130, eval__rows=("text", "latents", "quarter"))
+def make(root, only="", *, devices=1, strategy="replicate", model=1):
+    rows = ("text", "latents", "quarter")
+    cfg = tiny.make_config(root, only=only, **CACHE, message__bytes=130, eval__rows=rows)
     placed = placement.place(strategy, recipes.reader_bytes(cfg), model=model, devices=jax.devices()[:devices])
     return recipes.make_whole(cfg, placed)
 
 
-@pytest.fixture(scope="module")
-def alone(root):
-    """On one device: the codes, the wire, its message, answers and records."""
-    recipe = make(root)
+def on_one_device(root, only=""):
+    """The wire with its codes, its message, answers and records."""
+    recipe = make(root, only)
     weights = recipe.build()
     wire = CodedWire(recipe, weights.trainable, weights.frozen, 0)
     return wire, *results(wire)
 
 
 @pytest.fixture(scope="module")
+def alone(root):
+    return on_one_device(root, "qwen")
+
+
+@pytest.fixture(scope="module")
+def both(root):
+    return on_one_device(root)
+
+
+@pytest.fixture(scope="module")
 def four(root):
     """The recipe on four devices, and what it starts with."""
-    recipe = make(root, **PLACED[QUICK])
+    recipe = make(root, "qwen", **PLACED[QUICK])
     return recipe, recipe.build()
 
 
@@ -62,14 +72,14 @@ def test_four_devices_write_read_and_score_as_one(alone, four):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in PLACED if name != QUICK])
-def test_every_placement_writes_reads_and_scores_alike(name, root, alone):
+@pytest.mark.parametrize("name", PLACED)
+def test_both_readers_write_read_and_score_alike_in_every_placement(name, root, both):
     recipe = make(root, **PLACED[name])
-    check(recipe, recipe.load_frozen(), alone)
+    check(recipe, recipe.load_frozen(), both)
 
 
-def check(recipe, frozen, alone):
-    first, message, answers, records = alone
+def check(recipe, frozen, wanted):
+    first, message, answers, records = wanted
     codes = jax.device_put(jax.device_get(first.trainable), recipe.shardings().trainable)
     wire = CodedWire(recipe, codes, frozen, 0)
     assert wire.fingerprint == first.fingerprint
