@@ -32,7 +32,6 @@ FLOORS = (
 )
 # Configuration files, the users' code: loaded by path, imported by nobody; they import the declaration of the keys.
 ISLAND = ("configs.*", "configs")
-VISITORS: tuple[str, ...] = ()
 ISLAND_MAY_IMPORT = ("dataclasses", "ml_collections", "configs", "lw_jax.core.config")
 OURS = ("run", "lw_jax", "sharding", "configs")
 
@@ -76,7 +75,7 @@ def find_violations(modules: dict[str, ast.Module]) -> list[str]:
             elif package not in OURS:
                 wrong = False
             elif _is_on_island(target):
-                wrong = name not in VISITORS
+                wrong = True
             else:
                 (level, column), (target_level, target_column) = _place(name), _place(target)
                 wrong = target_level > level or (target_level == level and target_column != column)

@@ -61,6 +61,7 @@ DECODER = decoder.DecoderConfig(
 )
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def draw_decoder(cfg: decoder.DecoderConfig) -> Tree:
     """Draws a decoder's weights; unit norms and zero biases, which would hide an error in them, are moved too."""
     params = decoder.init(jax.random.key(1), cfg, jnp.float32, scale=0.2)

@@ -22,25 +22,42 @@ PLACED = {
     "tensor 4, of 2 heads of keys": {"devices": 4, "strategy": "tensor", "model": 4},
     "split 2": {"devices": 2, "strategy": "split"},
 }
-QUICK = ("replicate 2", "data 2 x tensor 2")
+QUICK = "data 2 x tensor 2"  # splits both the rows and the readers
 NATS = 2e-3  # of an answer: integers of the code that lie between two may be rounded to either
 ROUNDED = 0.002  # share of a code's integers that other sums round to the next one
 DECODED = 1e-3  # relative, of what a basis from other sums explains
 
 
-def make(root, *, devices=1, strategy="replicate", model=1):
-    cfg = tiny.make_config(root, **CACHE, message__bytes=130, eval__rows=("text", "latents", "quarter"))
+def make(root, only="", *, devices=1, strategy="replicate", model=1):
+    rows = ("text", "latents", "quarter")
+    cfg = tiny.make_config(root, only=only, **CACHE, message__bytes=130, eval__rows=rows)
     placed = placement.place(strategy, recipes.reader_bytes(cfg), model=model, devices=jax.devices()[:devices])
     return recipes.make_whole(cfg, placed)
 
 
-@pytest.fixture(scope="module")
-def alone(root):
-    """On one device: the codes, the wire, its message, answers and records."""
-    recipe = make(root)
+def on_one_device(root, only=""):
+    """The wire with its codes, its message, answers and records."""
+    recipe = make(root, only)
     weights = recipe.build()
     wire = CodedWire(recipe, weights.trainable, weights.frozen, 0)
     return wire, *results(wire)
+
+
+@pytest.fixture(scope="module")
+def alone(root):
+    return on_one_device(root, "qwen")
+
+
+@pytest.fixture(scope="module")
+def both(root):
+    return on_one_device(root)
+
+
+@pytest.fixture(scope="module")
+def four(root):
+    """The recipe on four devices, and what it starts with."""
+    recipe = make(root, "qwen", **PLACED[QUICK])
+    return recipe, recipe.build()
 
 
 def results(wire):
@@ -50,12 +67,21 @@ def results(wire):
     return message, answers, records
 
 
-@pytest.mark.parametrize("name", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in PLACED])
-def test_every_placement_writes_reads_and_scores_alike(name, root, alone):
-    first, message, answers, records = alone
+def test_four_devices_write_read_and_score_as_one(alone, four):
+    check(four[0], four[1].frozen, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLACED)
+def test_both_readers_write_read_and_score_alike_in_every_placement(name, root, both):
     recipe = make(root, **PLACED[name])
+    check(recipe, recipe.load_frozen(), both)
+
+
+def check(recipe, frozen, wanted):
+    first, message, answers, records = wanted
     codes = jax.device_put(jax.device_get(first.trainable), recipe.shardings().trainable)
-    wire = CodedWire(recipe, codes, recipe.load_frozen(), 0)
+    wire = CodedWire(recipe, codes, frozen, 0)
     assert wire.fingerprint == first.fingerprint
     own, told, found = results(wire)
     for reader in answers:
@@ -74,9 +100,8 @@ def test_every_placement_writes_reads_and_scores_alike(name, root, alone):
         assert ours["nll"] == pytest.approx(theirs["nll"], abs=NATS), (ours["reader"], ours["row"])
 
 
-def test_a_start_on_several_devices_is_that_of_one(root, alone):
-    recipe = make(root, devices=4, strategy="tensor", model=2)
-    found = jax.device_get(recipe.build().trainable["codes"])
+def test_a_start_on_several_devices_is_that_of_one(alone, four):
+    found = jax.device_get(four[1].trainable["codes"])
     for name, own in jax.device_get(alone[0].trainable["codes"]).items():
         other = found[name]
         assert other["fitted"] == own["fitted"]
@@ -89,7 +114,7 @@ def test_a_start_on_several_devices_is_that_of_one(root, alone):
         np.testing.assert_allclose(other["step"], own["step"], rtol=0.1)
 
 
-def test_codes_lie_whole_on_every_device_of_their_reader(root):
-    recipe = make(root, devices=4, strategy="tensor", model=2)
+def test_codes_lie_whole_on_every_device_of_their_reader(four):
+    recipe, _ = four
     shapes = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(shapes))

@@ -16,6 +16,7 @@ from tests.invariant.test_out_of_memory import EXHAUSTED
 
 CHANGES = {"train__eval_every": 2, "train__checkpoint_every": 100, "eval__batch": 4}  # 10 examples: three batches
 SAME = 1e-5  # relative, fp32: sums in another order
+STEPS = {}  # (folder of the text, changes) -> the step, which is traced and compiled once for all runs alike
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,8 @@ def run_in(folder, text, *, evaluate=lambda rows: None, stop=lambda step: False,
     folder.mkdir(exist_ok=True)
     with Checkpointer(folder / "checkpoints", keep=2, identity=recipe.identity()) as checkpointer:
         run = trainer.Run(recipe.cfg, recipe, checkpointer, folder)
-        run.step_spec.step = Wrapped(run.step_spec.step, evaluate)
+        step = STEPS.setdefault((text, *changes.items()), run.step_spec.step)
+        run.step_spec.step = Wrapped(step, evaluate)
         code = run.train(stop)
     return code, jax.device_get(run.state["trainable"])
 

@@ -11,6 +11,8 @@ from lw_jax.models import bert, decoder
 torch = pytest.importorskip("torch", reason="parity needs torch: pip install -r requirements-dev.txt")
 transformers = pytest.importorskip("transformers")
 
+forward = jax.jit(bert.forward, static_argnames="cfg")
+
 STATES = 1e-5  # fp32, states of unit size: sums of a few hundred products in another order
 GRADIENTS = 1e-4  # relative to the largest gradient: the backward pass doubles the depth of the sums
 SHAPES = {
@@ -66,7 +68,7 @@ def test_last_hidden_states_equal_in_ragged_batches(pair):
     ids, mask = ragged()
     want = theirs(model, ids, mask).last_hidden_state.numpy()
     assert want[mask].std() > 0.5, "states too flat for the comparison to mean anything"
-    ours = bert.forward(params, cfg, jnp.asarray(ids), mask=jnp.asarray(mask), mix=None)
+    ours = forward(params, cfg, ids, mask=mask, mix=None)
     assert np.abs(np.asarray(ours) - want)[mask].max() < STATES
 
 
@@ -75,7 +77,7 @@ def test_each_layer_s_state_equals(pair, layer):
     model, _, cfg, params = pair
     ids, mask = ragged()
     want = theirs(model, ids, mask).hidden_states[layer].numpy()
-    ours = bert.forward(params, cfg, jnp.asarray(ids), mask=jnp.asarray(mask), mix=jnp.eye(4)[layer])
+    ours = forward(params, cfg, ids, mask=mask, mix=jnp.eye(4)[layer])
     want = np.asarray(decoder.unit_rms(jnp.asarray(want), cfg.norm_eps))
     assert np.abs(np.asarray(ours) - want)[mask].max() < STATES
 
@@ -86,7 +88,7 @@ def test_body_of_fewer_layers_ends_in_their_inner_state(pair):
     want = theirs(model, ids, mask).hidden_states[2].numpy()
     cut = weights.load_bert(folder, dtype=jnp.float32, layers=2)
     cfg = weights.describe_bert(folder)
-    ours = bert.forward(cut, cfg, jnp.asarray(ids), mask=jnp.asarray(mask), mix=None)
+    ours = forward(cut, cfg, ids, mask=mask, mix=None)
     assert np.abs(np.asarray(ours) - want)[mask].max() < STATES
 
 
@@ -98,7 +100,7 @@ def test_gradients_of_every_weight_equal(pair):
     def objective(params):
         return jnp.sum(bert.forward(params, cfg, jnp.asarray(ids), mask=jnp.asarray(mask), mix=None) * target)
 
-    ours = jax.grad(objective)(params)
+    ours = jax.jit(jax.grad(objective))(params)
     model.zero_grad()
     out = model(input_ids=torch.tensor(ids).long(), attention_mask=torch.tensor(mask).long())
     (out.last_hidden_state * torch.tensor(target)).sum().backward()
@@ -118,6 +120,6 @@ def test_bf16_stays_close_to_fp32(pair):
     ids, mask = ragged()
     want = theirs(model, ids, mask).last_hidden_state.numpy()[mask]
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    ours = bert.forward(half, cfg, jnp.asarray(ids), mask=jnp.asarray(mask), mix=None)
+    ours = forward(half, cfg, ids, mask=mask, mix=None)
     # eight bits of precision, some thirty roundings on the way
     assert np.sqrt(np.mean((np.asarray(ours, np.float32)[mask] - want) ** 2)) < 0.05 * want.std()

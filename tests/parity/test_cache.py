@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lw_jax.models import cache_choice, cache_code, decoder, kv_prefix
+from tests import tiny
 from tests.parity.test_decoder import make_pair
 
 torch = pytest.importorskip("torch", reason="parity needs torch: pip install -r requirements-dev.txt")
@@ -293,7 +294,7 @@ def answer(pair, prefix):
     """Logits at the asked tokens of the first row behind its prefix."""
     _, cfg, params = pair
     x, given = embedded(params, ASKED), {"shared_prefix": embedded(params, OPENING), "kv_prefix": prefix}
-    return decoder.logits(params, decoder.forward(params, cfg, x.x, mask=x.mask, **given).hidden)[0]
+    return decoder.logits(params, tiny.compiled(decoder.forward, params, cfg, x.x, mask=x.mask, **given).hidden)[0]
 
 
 def first_row(text):

@@ -1,5 +1,7 @@
 """The decoder equals transformers' torch classes on tiny random models of every shape that we claim."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from lw_jax.hub import weights
 from lw_jax.models import decode, decoder
+from tests import tiny
 
 torch = pytest.importorskip("torch", reason="parity needs torch: pip install -r requirements-dev.txt")
 transformers = pytest.importorskip("transformers")
@@ -105,8 +108,9 @@ def ragged(side: str) -> tuple[np.ndarray, np.ndarray]:
     return ids, mask
 
 
+@functools.partial(jax.jit, static_argnames=("cfg", "mode"))
 def our_logits(cfg, params, ids, mask, mode=decoder.Mode()):  # noqa: B008
-    out = decoder.forward(params, cfg, decoder.embed(params, jnp.asarray(ids)), mask=jnp.asarray(mask), mode=mode)
+    out = decoder.forward(params, cfg, decoder.embed(params, ids), mask=mask, mode=mode)
     return decoder.logits(params, out.hidden)
 
 
@@ -152,7 +156,7 @@ def test_gradients_with_respect_to_embeddings_equal(pair):
         out = decoder.forward(params, cfg, x, mask=jnp.asarray(mask))
         return jnp.sum(decoder.logits(params, out.hidden) * target)
 
-    ours = jax.grad(objective)(decoder.embed(params, jnp.asarray(ids)))
+    ours = jax.jit(jax.grad(objective))(decoder.embed(params, jnp.asarray(ids)))
     x = model.get_input_embeddings()(torch.tensor(ids).long()).detach().requires_grad_()
     positions = torch.tensor(np.maximum(mask.cumsum(1) - 1, 0)).long()
     out = model(inputs_embeds=x, attention_mask=torch.tensor(mask).long(), position_ids=positions)
@@ -211,7 +215,7 @@ def test_cached_steps_equal_the_full_pass(pair):
     parts = []
     for start, stop in ((0, 11), (11, 12), (12, 17)):
         x = decoder.embed(params, jnp.asarray(ids[:, start:stop]))
-        out = decoder.forward(params, cfg, x, mask=jnp.asarray(mask[:, start:stop]), cache=cache)
+        out = tiny.compiled(decoder.forward, params, cfg, x, mask=mask[:, start:stop], cache=cache)
         parts.append(decoder.logits(params, out.hidden))
         cache = out.cache
     assert worst(jnp.concatenate(parts, axis=1), np.asarray(full), mask) < LOGITS
@@ -228,8 +232,9 @@ def test_remat_and_unrolling_change_neither_loss_nor_gradient(pair, remat):
         out = decoder.forward(params, cfg, x, mask=jnp.asarray(mask), mode=mode)
         return jnp.mean(jnp.square(decoder.logits(params, out.hidden)))
 
-    plain, gradient = jax.value_and_grad(objective)(x, decoder.Mode())
-    other, other_gradient = jax.value_and_grad(objective)(x, decoder.Mode(remat=remat, unroll=3))
+    graded = jax.jit(jax.value_and_grad(objective), static_argnums=1)
+    plain, gradient = graded(x, decoder.Mode())
+    other, other_gradient = graded(x, decoder.Mode(remat=remat, unroll=3))
     assert abs(float(plain - other)) < LOGITS * abs(float(plain))
     np.testing.assert_allclose(gradient, other_gradient, atol=GRADIENTS * float(jnp.abs(gradient).max()))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import functools
 import json
 import os
 from pathlib import Path
@@ -61,9 +62,10 @@ def base_model(folder, family):
     return params
 
 
+@functools.partial(jax.jit, static_argnames="cfg")
 def our_logits(params, cfg):
     x = decoder.embed(params, jnp.asarray(IDS))
-    return np.asarray(decoder.logits(params, decoder.forward(params, cfg, x, mask=jnp.ones(IDS.shape, bool)).hidden))
+    return decoder.logits(params, decoder.forward(params, cfg, x, mask=jnp.ones(IDS.shape, bool)).hidden)
 
 
 def their_logits(base, adapter):

@@ -58,10 +58,12 @@ def exact_products():
         yield
 
 
+@functools.partial(jax.jit, static_argnums=(1, 3))
 def logits_of(params: dict, cfg: ttt.TTTConfig, ids: jax.Array, mode: ttt.Mode) -> jax.Array:
     return ttt.logits(params, cfg, ttt.forward(params, cfg, ids, mode=mode).hidden)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 3))
 def loss_of(params: dict, cfg: ttt.TTTConfig, ids: jax.Array, mode: ttt.Mode) -> jax.Array:
     logp = jax.nn.log_softmax(logits_of(params, cfg, ids, mode)[:, :-1], axis=-1)
     return -jnp.mean(jnp.take_along_axis(logp, ids[:, 1:, None], axis=2))

@@ -184,7 +184,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     readers = tiny.readers(folder / "readers")
     words = ["--config", "configs/smoke.py", "--workdir", str(folder / "runs" / "smoke-latentwire")]
     words += [f"--config.llms.{name}.source={path}" for name, path in readers.items()]
-    words += [f"--config.encoder.source={readers['llama']}", "--config.encoder.layers=1", "--config.adapter.hidden=16"]
+    words += ["--config.encoder.kind=bytes", "--config.encoder.source=", "--config.encoder.layers=1"]
+    words += ["--config.adapter.hidden=16", "--config.adapter.start=random"]
     words += ["--config.train.steps=2", "--config.train.global_batch=8", "--config.data.cards=32"]
     words += ["--config.optim.warmup_steps=1", "--config.train.eval_every=0", "--config.eval.max_new_tokens=2"]
     words += ["--config.optim.kind=adamw", "--config.mesh.placement=single"]

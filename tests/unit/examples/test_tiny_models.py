@@ -1,34 +1,16 @@
-"""examples/tiny_models.py: every family's folder is read as by transformers, and a wire is trained by one command."""
+"""examples/tiny_models.py: a wire of its folders is trained by one command.
 
-import numpy as np
+That each is read as by transformers: test_with_transformers.py, token by token, and tests/parity.
+"""
+
 import pytest
 
-import lw_jax
 import run
-from examples import tiny_models, with_transformers
+from examples import with_transformers
 from lw_jax.core.errors import UserError
 from lw_jax.training import metrics
 
-LOGITS = 2e-5  # of the logits' size, fp32: the same sums in another order
-TEXTS = ["Mara", "Mara Ellis lives in Lisbon. Where does Mara Ellis live?", "Tom Reed works as a baker."]
-
-
-@pytest.mark.parametrize("family", tiny_models.MODELS)
-def test_logits_of_a_folder_equal_those_of_transformers(family, own_models):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    lm = lw_jax.load_lm(own_models[family])
-    model = AutoModelForCausalLM.from_pretrained(own_models[family], dtype=torch.float32).eval()
-    assert model.config.model_type == family
-    tokens = lm.tokenizer
-    for text in TEXTS:
-        ids = np.array([[*tokens.begin, *tokens.encode(text)]])
-        assert tokens.decode(ids[0]) == text and ids.max() < lm.config.vocab
-        with torch.no_grad():
-            theirs = model(torch.tensor(ids)).logits.numpy()
-        assert theirs.std() > 0.5, "logits too flat for the comparison to mean anything"
-        np.testing.assert_allclose(lm.logits(ids), theirs, atol=LOGITS * theirs.std())
+TEXT = "Mara Ellis lives in Lisbon. Where does Mara Ellis live?"
 
 
 @pytest.mark.slow
@@ -42,7 +24,7 @@ def test_one_command_trains_every_family_and_transformers_answers_from_it(pair, 
     assert run.main(words) == 0
     losses = [row["train/loss"] for row in metrics.read(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row]
     assert losses[-1] < losses[0]
-    (tmp_path / "notes.txt").write_text(TEXTS[1], "utf-8")
+    (tmp_path / "notes.txt").write_text(TEXT, "utf-8")
     asked = ["--workdir", str(tmp_path / "run"), "--context", str(tmp_path / "notes.txt"), "--question", "Who?"]
     for name, folder in zip(("llama", "qwen"), folders, strict=True):
         capsys.readouterr()

@@ -222,26 +222,27 @@ def test_chat_prompt_is_that_of_a_reader_in_its_template(plain, notes, opened, c
 def test_server_s_refusals_are_told_in_its_words(plain, notes, opened):
     readers, run, wire = plain
     opened(wire)
-    with serve(readers["llama"]) as (url, _):
-        with pytest.raises(UserError, match=r"/v1/completions: HTTP 400: \(\d+, 56\) are no positions of 48 values"):
-            ask(run, notes, "--url", url, reader="qwen")
-        with pytest.raises(UserError, match=r"HTTP 404: here is no other"):
-            ask(run, notes, "--url", url, "--model", "other")
-    with serve(reply={"choices": []}) as (url, _), pytest.raises(UserError, match=url):
-        ask(run, notes, "--url", url)
+    with serve(readers["llama"]) as (url, _), serve(reply={"choices": []}) as (empty, _):
+        for words, told in {
+            ("--url", url, "--reader", "qwen"): r"/v1/completions: HTTP 400: \(\d+, 56\) .* 48 values",
+            ("--url", url, "--model", "other"): "HTTP 404: here is no other",
+            ("--url", empty): empty,
+        }.items():
+            with pytest.raises(UserError, match=told):
+                ask(run, notes, *words)
     with pytest.raises(UserError, match=f"{url}.*refused"):
         ask(run, notes, "--url", url)
 
 
 def test_what_no_server_could_take_is_refused_before_a_weight_is_read(root, notes, monkeypatch, tmp_path):
     monkeypatch.setattr(lw_jax, "load_wire", lambda *given: pytest.fail("weights are read"), raising=False)
-    kv = tiny.make_config(root, adapter__kind="kv")
+    kv, out = tiny.make_config(root, adapter__kind="kv"), tmp_path / "body.json"
     run_folder.write_workdir(tmp_path / "kv", cfg=kv, base={}, command=["test"])
-    out = ("--out", str(tmp_path / "body.json"))
-    with pytest.raises(UserError, match=r"adapter\.kind='kv'.*--config\.adapter\.kind=embeddings"):
-        ask(tmp_path / "kv", notes, *out)
-    with pytest.raises(UserError, match="--out and --url"):
-        ask(tmp_path / "kv", notes)
-    with pytest.raises(UserError, match="--url localhost:8000"):
-        ask(tmp_path / "kv", notes, "--url", "localhost:8000")
-    assert not (tmp_path / "body.json").exists()
+    for words, told in {
+        ("--out", str(out)): r"adapter\.kind='kv'.*--config\.adapter\.kind=embeddings",
+        (): "--out and --url",
+        ("--url", "localhost:8000"): "--url localhost:8000",
+    }.items():
+        with pytest.raises(UserError, match=told):
+            ask(tmp_path / "kv", notes, *words)
+    assert not out.exists()

@@ -27,7 +27,7 @@ def read(params, cfg, mask, again=3, block=4):
     )
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_any_number_of_devices_finds_the_same(devices):
     params = tiny.draw_decoder(CFG)
     count = jnp.asarray(cache_choice.count_kept(np.full((CFG.layers, CFG.kv_heads), 0.4), MASK.sum(axis=1)))
@@ -59,7 +59,7 @@ def test_any_number_of_devices_finds_the_same(devices):
 def test_a_window_shorter_than_the_text_twice_is_refused():
     mask = jnp.asarray(MASK)
     length = 2 + 12 + 3 + 12
-    read(tiny.draw_decoder(CFG), dataclasses.replace(CFG, window=length), mask)
+    jax.eval_shape(lambda: read(tiny.draw_decoder(CFG), dataclasses.replace(CFG, window=length), mask))
     with pytest.raises(UserError, match=rf"{length} positions.*{length - 1}.*context_tokens"):
         read(tiny.draw_decoder(CFG), dataclasses.replace(CFG, window=length - 1), mask)
 

@@ -17,7 +17,7 @@ NEW = 7
 
 @pytest.fixture(scope="module")
 def params():
-    return decoder.init(jax.random.key(4), CFG, jnp.float32, scale=0.5)
+    return tiny.compiled(decoder.init, jax.random.key(4), CFG, jnp.float32, scale=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +93,12 @@ def test_an_answer_is_scored_in_the_prompt_s_pass_and_forgotten(params, prompt, 
 
     logits, found = jax.jit(both)(params)
     whole = jnp.concatenate([x, decoder.embed(params, ids)], axis=1)
-    hidden = decoder.forward(params, cfg, whole, mask=jnp.concatenate([mask, real], axis=1)).hidden
+    joined = jnp.concatenate([mask, real], axis=1)
+    hidden = tiny.compiled(decoder.forward, params, cfg, whole, mask=joined).hidden
     wanted = np.asarray(decoder.logits(params, hidden[:, x.shape[1] - 1 :]))
     scored = np.pad(real, ((0, 0), (1, 0)), constant_values=True)
     np.testing.assert_allclose(np.asarray(logits)[scored], wanted[scored], atol=1e-4)
-    greedy = decode.generate(params, cfg, x, mask=mask, sampling=sampling, key=jax.random.key(0))
+    greedy = tiny.compiled(decode.generate, params, cfg, x, mask=mask, sampling=sampling, key=jax.random.key(0))
     np.testing.assert_array_equal(found, greedy)
 
 

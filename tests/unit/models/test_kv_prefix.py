@@ -62,15 +62,17 @@ def test_own_keys_and_values_stand_for_the_tokens_forward_and_backward(texts, ki
         return decoder.forward(params, cfg, x, mask=mask, mode=mode).hidden[:, -AFTER.shape[1] :]
 
     real = np.asarray(AFTER)
-    found, wanted = (np.asarray(jax.jit(run)(*texts[1:]))[real] for run in (apart, whole))
-    np.testing.assert_allclose(found, wanted, atol=SAME)
-    without = decoder.forward(params, cfg, texts[2], mask=AFTER, shared_prefix=shared, mode=mode).hidden
-    assert np.abs(found - np.asarray(without)[real]).max() > APART
     weight = jax.random.normal(jax.random.key(5), texts[2].shape) * AFTER[:, :, None].astype(jnp.float32)
-    found, wanted = (
-        jax.grad(lambda *x, run=run: jnp.sum(run(*x) * weight), argnums=(0, 1))(*texts[1:]) for run in (apart, whole)
-    )
-    for one, other in zip(found, wanted, strict=True):
+
+    def graded(run):
+        """What a function gives, and the gradients of it, in one program."""
+        return jax.jit(lambda *x: (run(*x), jax.vjp(run, *x)[1](weight)))(*texts[1:])
+
+    (found, of_found), (wanted, of_wanted) = graded(apart), graded(whole)
+    np.testing.assert_allclose(np.asarray(found)[real], np.asarray(wanted)[real], atol=SAME)
+    without = tiny.compiled(decoder.forward, params, cfg, texts[2], mask=AFTER, shared_prefix=shared, mode=mode).hidden
+    assert np.abs(np.asarray(found - without)[real]).max() > APART
+    for one, other in zip(of_found, of_wanted, strict=True):
         assert np.abs(other).max() > APART
         np.testing.assert_allclose(one, other, atol=10 * SAME)
 
@@ -88,7 +90,7 @@ def test_generation_from_keys_and_values_gives_the_tokens_of_the_text(texts, kin
         return decode.generate(params, cfg, texts[2], mask=AFTER, sampling=sampling, key=key, cache=cache)
 
     x, mask = joined(texts)
-    wanted = decode.generate(params, cfg, x, mask=mask, sampling=sampling, key=key)
+    wanted = tiny.compiled(decode.generate, params, cfg, x, mask=mask, sampling=sampling, key=key)
     np.testing.assert_array_equal(jax.jit(apart)(params), wanted)
     assert len(set(map(tuple, np.asarray(wanted)))) == 2, "rows must differ to prove anything"
 

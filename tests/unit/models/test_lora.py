@@ -1,6 +1,7 @@
 """lw_jax/models/lora.py: pairs beside matrices equal matrices with the pairs added in."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,7 @@ def keys(seed):
     return jax.random.split(jax.random.key(seed), len(IDS))
 
 
+@functools.partial(jax.jit, static_argnames="mode")
 def logits(params, mode=decoder.Mode()):  # noqa: B008  (frozen)
     x = decoder.embed(params, jnp.asarray(IDS))
     return decoder.logits(params, decoder.forward(params, CFG, x, mask=jnp.ones(IDS.shape, bool), mode=mode).hidden)

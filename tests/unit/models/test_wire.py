@@ -1,6 +1,7 @@
 """The wire from ids to logits: where the prefix stands, what the answer sees, and each reader for itself."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,12 @@ def parts(recipe):
     batch = jax.tree.map(jnp.asarray, recipe.data("validation", rows=("text",)).collate(range(3)))
     prefix = 0.1 * jax.random.normal(jax.random.key(0), (3, 6, tiny.SIZES["llama"]["width"]))
     return built, batch, prefix
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def logits(params, cfg, x):
+    """Those of one row without padding."""
+    return decoder.logits(params, decoder.forward(params, cfg, x, mask=jnp.ones(x.shape[:2], bool)).hidden)[0]
 
 
 def test_prompt_is_template_text_the_slots_in_use_the_task_vector_question(parts):
@@ -60,8 +67,7 @@ def test_answer_logits_are_those_that_predict_each_target(recipe, parts):
     real = np.flatnonzero(prompt.mask[row])
     answer = decoder.embed(params, fields["answer_inputs"][row : row + 1, : count - 1])
     x = jnp.concatenate([prompt.embeddings[row : row + 1, real], answer], axis=1)
-    out = decoder.forward(params, recipe.wire.readers["llama"].config, x, mask=jnp.ones(x.shape[:2], bool))
-    expected = decoder.logits(params, out.hidden)[0, len(real) - 1 :]
+    expected = logits(params, recipe.wire.readers["llama"].config, x)[len(real) - 1 :]
     np.testing.assert_allclose(found[row, :count], expected, atol=SAME)
 
 
@@ -84,18 +90,17 @@ def test_length_that_chooses_the_frequencies_counts_no_padding(root, parts):
     reader = recipe.wire.readers["llama"]
     reader = dataclasses.replace(reader, config=dataclasses.replace(reader.config, rope_scaling=scaling))
     recipe.wire = dataclasses.replace(recipe.wire, readers=recipe.wire.readers | {"llama": reader})
-    found = np.asarray(recipe.wire.answer_logits(params, "llama", prompt, fields))
+    found = np.asarray(tiny.compiled(recipe.wire.answer_logits, params, "llama", prompt, fields))
     nll = 0.0
     for row, count in enumerate(counts):
         real = np.flatnonzero(rows.mask[row])
         answer = decoder.embed(params, fields["answer_inputs"][row : row + 1, : count - 1])
         x = jnp.concatenate([rows.embeddings[row : row + 1, real], answer], axis=1)
-        out = decoder.forward(params, reader.config, x, mask=jnp.ones(x.shape[:2], bool))
-        expected = decoder.logits(params, out.hidden)[0, len(real) - 1 :]
+        expected = logits(params, reader.config, x)[len(real) - 1 :]
         np.testing.assert_allclose(found[row, :count], expected, atol=SAME)
         gold = fields["targets"][row, :count, None]
         nll -= float(jnp.take_along_axis(jax.nn.log_softmax(expected), gold, axis=1).sum())
-    terms = recipe.branch("llama", part, params, fields, latents, jax.random.key(0))
+    terms = tiny.compiled(recipe.branch, "llama", part, params, fields, latents, jax.random.key(0))
     assert float(terms.terms["nll/llama"][0]) == pytest.approx(nll, rel=SAME)
 
 
@@ -108,7 +113,7 @@ def test_every_row_of_a_batch_begins_alike(recipe):
 
 def test_readers_have_adapters_of_their_own_and_calibrated(recipe, parts):
     built, batch, _ = parts
-    latents = recipe.wire.encode(built.trainable, batch["source"])
+    latents = tiny.compiled(recipe.wire.encode, built.trainable, batch["source"])
     kernels = [built.trainable["adapters"][name]["up"]["kernel"] for name in ("llama", "qwen")]
     assert kernels[0].shape == kernels[1].shape and not np.array_equal(*kernels)
     for name in ("llama", "qwen"):
@@ -153,8 +158,9 @@ def test_a_prompt_of_keys_and_values_is_read_as_the_same_of_embeddings(recipe, o
     assert found.kv_prefix is not None and found.positions == wanted.positions
     assert found.mask.shape[1] == wanted.mask.shape[1] - 5, "the slots are no positions that are computed"
     assert found.joined() is found
-    logits = [recipe.wire.answer_logits(params, "qwen", one, fields) for one in (found, wanted)]
+    both = [tiny.compiled(recipe.wire.answer_logits, params, "qwen", one, fields) for one in (found, wanted)]
     real = np.asarray(fields["weights"]) > 0
-    np.testing.assert_allclose(np.asarray(logits[0])[real], np.asarray(logits[1])[real], atol=SAME)
-    said = [recipe.wire.generate(params, "qwen", one.joined(), max_new_tokens=5) for one in (found, wanted)]
+    np.testing.assert_allclose(np.asarray(both[0])[real], np.asarray(both[1])[real], atol=SAME)
+    generate = recipe.wire.generate
+    said = [tiny.compiled(generate, params, "qwen", one.joined(), max_new_tokens=5) for one in (found, wanted)]
     np.testing.assert_array_equal(*said)

@@ -83,8 +83,8 @@ def plain_logp(params, cfg, ids, mask, scored):
     out = []
     for row in range(len(ids)):
         length = int(mask[row].sum())
-        tokens = jnp.asarray(ids[row, :length])[None]
-        hidden = decoder.forward(params, cfg, decoder.embed(params, tokens), mask=jnp.ones((1, length), bool)).hidden
+        x = decoder.embed(params, jnp.asarray(ids[row, :length])[None])
+        hidden = tiny.compiled(decoder.forward, params, cfg, x, mask=jnp.ones((1, length), bool)).hidden
         logp = jax.nn.log_softmax(decoder.logits(params, hidden)[0, :-1], axis=-1)
         chosen = np.asarray(logp)[np.arange(length - 1), ids[row, 1:length]]
         out.append(float(chosen[scored[row, 1:length]].sum()))

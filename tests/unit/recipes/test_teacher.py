@@ -130,7 +130,7 @@ def test_kept_rows_are_the_live_teacher_s_in_a_ragged_batch(root):
         fields, kept = (one.collate(chosen)["readers"][name] for one in (text, encoded))
         assert "text" not in kept
         prompt = wire.text_prompt(frozen[name], jax.tree.map(jnp.asarray, fields["text"]))
-        logits = recipe.wire.answer_logits(frozen[name], name, prompt, jax.tree.map(jnp.asarray, fields))
+        logits = tiny.compiled(recipe.wire.answer_logits, frozen[name], name, prompt, fields)
         logp = np.asarray(jax.nn.log_softmax(logits, axis=2))
         real = fields["weights"] > 0
         assert len(set(fields["text"]["mask"].sum(axis=1).tolist())) > 1, "the batch must be ragged"
