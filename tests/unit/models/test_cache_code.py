@@ -98,3 +98,30 @@ def test_padding_changes_no_number(problem):
     cut = KVPrefix(kv.k[:, 1:, :3], kv.v[:, 1:, :3], kv.mask[1:, :3])
     alone = solve((code, cut, None), weigh(cut, power[:, 1:, :3]), 1.0, iterations=25)
     np.testing.assert_allclose(alone[0], found[1, :3], atol=1e-6)
+
+
+def test_a_basis_fitted_anew_serves_the_states_that_weigh_and_keeps_those_that_do_not_apart():
+    shape, tokens, width = (2, 1, 4), 400, 3
+    rng = np.random.default_rng(7)
+    # What weighs lies on 3 directions of its own; what does not varies ten times as much, on others.
+    y = rng.normal(size=(tokens, 3)) @ rng.normal(size=(3, 16))
+    weighs = rng.random((tokens, 2, 1)) < 0.4
+    by_state = np.broadcast_to(weighs[:, None, :, :, None], (tokens, 2, *shape)).reshape(tokens, 16)
+    y = np.where(by_state, y, 10 * rng.normal(size=(tokens, 16))).astype(np.float32)
+    weights, real = jnp.asarray(np.where(weighs, 1.0, 1e-3), jnp.float32), jnp.ones(tokens, bool)
+    settings = {"step": jnp.float32(0.0), "variance": jnp.ones(width)}
+
+    def error(code):
+        filled = cache_code.fill(code, jnp.asarray(y), weights, **settings)
+        np.testing.assert_allclose(np.asarray(filled)[by_state], y[by_state], rtol=1e-4, atol=1e-4)
+        kv = cache_code.KVPrefix(*cache_code.of_states(jnp.asarray(y), shape), real[None])
+        z = cache_code.solve(
+            code, kv, weights.transpose(1, 0, 2)[:, None], iterations=200, **settings | {"step": jnp.zeros(1)}
+        )
+        decoded = np.asarray(cache_code.states(*cache_code.read(code, z)))[0]
+        return filled, np.square(decoded - y)[by_state].mean()
+
+    code = cache_code.fit_code(lambda: [(jnp.asarray(y), real)], shape, width)
+    filled, first = error(code)
+    again = cache_code.fit_basis(lambda: [(filled, real)], code.mean, code.scale, width)
+    assert error(again)[1] < first / 2
