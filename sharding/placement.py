@@ -48,7 +48,6 @@ class Placement:
 
     @property
     def platform(self) -> str:
-        """Returns the platform on which the programs run, as JAX names it: "cpu" for a CPU."""
         return self.stands_for or self.learner.devices.flat[0].platform
 
     @property

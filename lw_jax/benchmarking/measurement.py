@@ -87,7 +87,6 @@ class Measured:
             return [Row(part, self.cfg.recipe, "", why_not=str(error))]
 
     def _missing(self) -> str:
-        """Returns a model or text of the configuration that would have to be fetched first; empty: none."""
         spec = self.cfg
         named = [*(llm.source for llm in spec.llms.values()), spec.encoder.source if spec.llms else ""]
         absent = [source for source in named if source and frozen_models.cached(spec, source) is None]

@@ -70,7 +70,6 @@ class Predicted:
         return getattr(self, part)()
 
     def step(self) -> list[Row]:
-        """Returns what the plan says of the step."""
         best, work = self.best, workload.step_flops(self.cfg)
         seconds, batch = best.step_seconds, self.cfg.train.global_batch
         if seconds is None:
@@ -101,7 +100,6 @@ class Predicted:
         return [encode_row(self.cfg, self.recipe, self.ceilings, found["predicted_seconds"], **found)]
 
     def prefill(self) -> list[Row]:
-        """Compiles each reader's pass over one prompt, of a text and of a message."""
         return [row for name in self.placement.readers for row in self._prefill(name)]
 
     def _prefill(self, name: str) -> list[Row]:
@@ -128,7 +126,6 @@ class Predicted:
         return answer_row(self.cfg, self.recipe, name, self.ceilings, both, **found)
 
     def _compile(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
-        """Returns the fields of a row that a compiled program gives; its memory includes its inputs."""
         compiled: Any = gpus.compile_lowered(lowered)
         found, needs = hlo_counts.analyse(compiled.as_text()), compiled.memory_analysis()
         peak = needs.argument_size_in_bytes + needs.temp_size_in_bytes + needs.output_size_in_bytes

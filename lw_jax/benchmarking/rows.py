@@ -55,7 +55,6 @@ def encode_row(cfg: Config, recipe: LatentWire, ceilings: Ceilings, median: floa
 
 
 def prefill_rows(name: str, prompts: dict[str, workload.PromptShapes], fields: dict[str, dict[str, Any]]) -> list[Row]:
-    """Returns a reader's passes over a text and over a message to the first token, each with its `fields`."""
     rows, took = [], []
     for kind, prompt in prompts.items():
         computed = prompt.embeddings.shape[1]

@@ -260,7 +260,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _refuse_unknown(verb: str, words: Sequence[str]) -> UserError:
-    """Returns the error of the first of the words that argparse did not take."""
     flag = words[0].partition("=")[0]
     if flag[:1] != "-":
         return UserError(f"unrecognized arguments: {' '.join(words)}; see {PROGRAM} {verb} --help.")
@@ -272,7 +271,6 @@ def _refuse_unknown(verb: str, words: Sequence[str]) -> UserError:
 
 
 def _refuse(kind: str, name: str, known: Iterable[str], otherwise: str) -> UserError:
-    """Returns the error that names an unknown name and the nearest known one."""
     close = difflib.get_close_matches(name.strip("'"), list(known), n=1)
     return UserError(f"unknown {kind} {name}; " + (f"did you mean {close[0]!r}?" if close else otherwise))
 
@@ -319,7 +317,6 @@ def _example(name: str, arguments: str) -> str:
 
 
 def _find_fault(args: argparse.Namespace) -> str:
-    """Returns the fault of flags that do not fit together; empty where there is none."""
     listed = (args.config or "").endswith(".list")
     if listed and args.verb != "slurm":
         return f"--config {args.config}: only 'slurm' takes a list, {args.verb!r} takes one configuration"

@@ -74,7 +74,6 @@ def _make(args: argparse.Namespace, loaded: Loaded) -> Plan:
 
 
 def _measure_cpu(dtype: str) -> start_plan.Speed:
-    """Returns what products of this machine's CPU reach; `dtype`: of the readers' products."""
     found = {one: timing.ceilings(one, repeats=3) for one in dict.fromkeys((dtype, "float32"))}
     own = found["float32"]
     return start_plan.Speed({one: each.matmul for one, each in found.items()}, own.matmul, own.bandwidth)

@@ -17,7 +17,6 @@ _WIDTH = 110  # columns of the reference
 
 
 def run(args: argparse.Namespace, *loaded: Loaded) -> None:
-    """Prints a configuration, or with --keys, which needs none, the reference; starts no device."""
     if args.keys:
         print_keys(as_json=args.json)
     for one in loaded:
@@ -43,7 +42,6 @@ def print_values(loaded: Loaded, *, as_json: bool) -> None:
 
 
 def print_keys(*, as_json: bool = False) -> None:
-    """Prints the reference: every key with its type, default, unit, range or choices, and meaning."""
     found = list(config.entries())
     if as_json:
         print(json.dumps([_to_dict(entry) for entry in found], indent=2))

@@ -144,7 +144,6 @@ def build(values: Values) -> Config:
 
 
 def to_dict(cfg: Config) -> dict[str, Any]:
-    """Returns nested plain dicts that `json` can write and `build` can read."""
     return json.loads(json.dumps(dataclasses.asdict(cfg)))
 
 
@@ -160,7 +159,6 @@ def flatten(values: Values, prefix: str = "") -> dict[str, Any]:
 
 
 def diff(old: Values, new: Values) -> list[str]:
-    """Returns one line for each value in which two configurations (nested or flat dicts) differ."""
     a, b = flatten(old), flatten(new)
     return [
         f"{path}: {_shown(a, path)} -> {_shown(b, path)}"
@@ -194,7 +192,6 @@ def digest(values: Config | Values) -> str:
 
 
 def identity(cfg: Config) -> str:
-    """Returns the digest of what decides the result, as checkpoints record it."""
     return digest(meaning(cfg))
 
 

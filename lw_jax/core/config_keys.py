@@ -54,7 +54,6 @@ def declared(field: dataclasses.Field[Any]) -> Key:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Returns ' Did you mean ...?' for the nearest known name, or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
@@ -91,7 +90,6 @@ def check(path: str, value: Any, hint: Any, rule: Key) -> Any:
 
 @functools.cache
 def _bounded(hint: Any, rule: Key) -> Any:
-    """Returns a key's type with its bounds, as msgspec checks them."""
     if typing.get_origin(hint) is tuple:
         return tuple[_bounded(typing.get_args(hint)[0], rule), ...]
     if hint is str:

@@ -82,5 +82,4 @@ PROMPT_FIELDS = tuple(dict.fromkeys(field for row in ROWS.values() for field in 
 
 
 def fields_of(rows: Iterable[str]) -> tuple[str, ...]:
-    """Returns the token fields that these rows need, each once."""
     return tuple(dict.fromkeys(field for row in rows for field in ROWS[row].fields))

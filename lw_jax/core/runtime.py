@@ -88,7 +88,6 @@ def describe() -> str:
 
 
 def device_line() -> str:
-    """Returns the one line about devices that a command begins with."""
     idle = "; NVIDIA's libraries are installed, but no driver is here" if idle_libraries() else ""
     return f"device: {describe()}{idle}"
 

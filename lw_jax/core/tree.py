@@ -38,7 +38,6 @@ def unflatten_paths(flat: dict[str, Any]) -> Tree:
 
 
 def count(tree: Tree) -> int:
-    """Returns the number of elements of all leaves (arrays or ShapeDtypeStructs)."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 

@@ -361,7 +361,6 @@ def of_device(device: Any) -> Card | None:
 
 
 def _cuda() -> int:
-    """Major CUDA version of the installed plugin; 12 where there is none."""
     return next((v for v in (12, 13) if _is_installed(f"jax-cuda{v}-plugin")), 12)
 
 
@@ -370,7 +369,6 @@ def _is_installed(name: str) -> bool:
 
 
 def _remedy(names: Sequence[str]) -> str:
-    """Returns the command that installs the compiler: the project's list, or packages beside another CUDA's plugin."""
     if _cuda() == 12:
         return "pip install -r requirements-plan.txt (223 MB; without a network: --no-index --find-links FOLDER)"
     return f"pip install {' '.join(f'{name}=={jax.__version__}' for name in names)} nvidia-cuda-nvcc nvidia-nvvm"

@@ -51,7 +51,6 @@ class Hardware:
         return self.target.hosts if self.target else len({device.process_index for device in self.devices})
 
     def figures(self) -> dict[str, Any]:
-        """Returns the fields of a `plans.Plan` that are the hardware's."""
         return {
             "target": self.name,
             "devices": len(self.devices),

@@ -150,7 +150,6 @@ class _Op:
         return [(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n)) for dtype, dims in found]
 
     def attribute(self, name: str) -> str:
-        """Returns the computation that `name=` names, or nothing."""
         match = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
         return match[1] if match else ""
 
@@ -204,7 +203,6 @@ class _Module:
         self._tallies: dict[str, _Tally] = {}
 
     def tally(self, name: str) -> _Tally:
-        """Returns the sums over one run of a computation and all that it calls."""
         if name not in self._tallies:
             result, computation = _Tally(), self.computations[name]
             for op in computation.ops.values():
@@ -235,7 +233,6 @@ class _Module:
             result.kernels[self._kernel(op, computation, result)] += 1
 
     def _kernel(self, op: _Op, computation: _Computation, result: _Tally) -> tuple[str, int, int]:
-        """Returns arithmetic, FLOPs and bytes of one run of an operation that is a kernel of its own."""
         products = list(self._products(op, computation, result))
         flops = sum(flops for _, flops in products)
         arithmetic = max(products, key=lambda product: product[1])[0] if products else ""
@@ -344,7 +341,6 @@ def _wire_bytes(kind: str, groups: Groups, operand: int) -> int:
 
 
 def _groups(op: _Op, devices: int) -> Groups:
-    """Returns the groups of devices that exchange with each other, in any of the notations of HLO."""
     if op.opcode.startswith("collective-permute"):
         return _explicit(op, "source_target_pairs")
     text = op.attributes
@@ -421,7 +417,6 @@ def _parse_op(line: str) -> _Op | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """Returns the index after the parenthesis that closes the one at `start`."""
     depth = 0
     for match in re.finditer(r"[()]", text[start:]):
         depth += 1 if match[0] == "(" else -1

@@ -174,7 +174,6 @@ def _is_slower(one: Estimate | None, other: Estimate) -> bool:
 
 
 def _guess(program: StepSpec, hardware: Hardware) -> Estimate:
-    """Returns the estimate of the configured micro-batch, else of the largest that fits."""
     widths, micro = program.recipe.batch_widths(), program.cfg.train.micro_batch
     if not micro:
 
@@ -194,7 +193,6 @@ def _rank(guess: Estimate, room: MemoryLimit) -> tuple[bool, bool, float]:
 
 
 def _needs(program: StepSpec, guess: Estimate, hardware: Hardware) -> StepMemory:
-    """Returns the needs of the configured micro-batch, else of the largest that fits; raises OutOfMemory."""
     widths, micro, compile = program.recipe.batch_widths(), program.cfg.train.micro_batch, hardware.compile
     if compile is None:
         return guess.needs
@@ -223,7 +221,6 @@ def _sizes(program: StepSpec, needs: StepMemory, guess: Estimate) -> dict[str, A
 
 
 def _time(candidate: Trial, hardware: Hardware, global_batch: int) -> Trial:
-    """Returns the candidate with its predicted step time, which all processes take from the first one."""
     found = dict(processes.from_first(lambda: _figures(candidate, hardware)))
     if found["seconds"]:
         times = Times(**found["seconds"])

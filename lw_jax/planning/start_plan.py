@@ -51,7 +51,6 @@ class Speed:
     bandwidth: float
 
     def seconds(self, costs: Costs) -> float:
-        """Returns the seconds of a program."""
         rates = self.products
         each = (
             one.times * max(one.flops / rates.get(one.dtype, self.exact), one.bytes / self.bandwidth)
@@ -113,7 +112,6 @@ def of_target(cfg: Config, target: str, *, estimate: bool = False) -> StartPlan:
 
 
 def of_cpu(cfg: Config, speed: Speed) -> StartPlan:
-    """Returns the plan of this machine's CPU, whose speed was measured."""
     memory = int(cfg.mesh.memory_gb * 1e9) or host_memory.available() or 0
     room = memory_limit.of_devices(cfg, memory)
     return make(cfg, Hardware(jax.devices("cpu")[:1], room, name="cpu"), speed)

@@ -33,7 +33,6 @@ def script(job: Job, site: Site) -> str:
 
 
 def head(job: Job, site: Site, *, extra: Sequence[str] = (), log: str = "%x-%j") -> list[str]:
-    """Returns the lines before training: directives, modules and environment."""
     cache = Path(site.scratch) / "lw_jax" / "compiled" if site.scratch else sources.cache_root() / "compiled"
     local = ",".join(map(str, range(job.gpus)))
     several = [

@@ -37,7 +37,6 @@ class Record:
         return f"memory of a card: {peak}, {planned / 1e9:.1f} GB planned"
 
     def describe_differences(self) -> list[str]:
-        """Returns a line of the values that differ from the job's; none where nothing differs."""
         if not self.differences:
             return []
         more = f" (and {len(self.differences) - NAMED} more)" if len(self.differences) > NAMED else ""

@@ -59,7 +59,6 @@ def of(one: Pass, limit: MemoryLimit, *, compile: Compile | None = None) -> Eval
 
 
 def validation(step_spec: StepSpec) -> Pass:
-    """Returns the forward pass over held-out examples beside the training state."""
     widths, placement = step_spec.recipe.validation_widths(), step_spec.placement
     state, frozen, data = step_spec.state(), step_spec.frozen(), placement.data
     resident = step_spec.frozen_bytes()

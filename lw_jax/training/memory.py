@@ -30,11 +30,9 @@ class StepMemory:
 
     @property
     def peak(self) -> int:
-        """Returns the bytes of the fullest device."""
         return max(self.by_mesh)
 
     def figures(self) -> dict[str, Any]:
-        """Returns all but the programs, by field."""
         return {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "programs"}
 
 
@@ -42,12 +40,10 @@ Compile = Callable[[Any], Any]  # jax.stages.Lowered -> jax.stages.Compiled
 
 
 def compile_here(lowered: Any) -> Any:
-    """Compiles for devices that are present."""
     return lowered.compile()
 
 
 def measure(step_spec: StepSpec, widths: Tree, accumulation: int, *, compile: Compile = compile_here) -> StepMemory:
-    """Compiles the step for its own devices and returns its memory."""
     parts = step_spec.lower(widths, accumulation)
     compiled = {name: (compile(part.lowered), part) for name, part in parts.items()}
     state, batch = step_spec.state(), step_spec.batch(widths, accumulation)

@@ -55,7 +55,6 @@ class Clock:
         self.base_step = self.marked_step = first_step
 
     def compiled(self, step: int) -> float:
-        """Restarts the count after the compiling step and returns its seconds."""
         now = time.monotonic()
         seconds, self.started, self.marked, self.base_step, self.marked_step = now - self.started, now, now, step, step
         return seconds

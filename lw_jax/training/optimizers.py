@@ -34,7 +34,6 @@ _AS_ADAM = 0.2  # RMS of a matrix update, as Adam's: one learning rate serves bo
 
 
 def decays(tree: Tree, which: str = "matrices") -> Tree:
-    """Returns the weight decay mask; `which` is optim.decays."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: which == "all" or not _NO_DECAY.fullmatch(rules.path_of(path)), tree
     )

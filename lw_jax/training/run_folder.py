@@ -100,7 +100,6 @@ class _Logged(TypedDict):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of `metrics.jsonl`, each with its "step"; see `read_rows`."""
     return read_rows(path, kind=dict[_Name, _Value], required=_Logged)
 
 
@@ -166,7 +165,6 @@ def check_writable(folder: Path, *, remedy: str) -> None:
 
 
 def load(workdir: str | Path | None, *, verb: str) -> ConfigDict:
-    """Returns the saved configuration of a run for a verb that reads it, open to overrides."""
     if verb == "train" or not workdir:
         where = "" if verb == "train" else " or --workdir DIR of a trained run"
         raise UserError(f"--config FILE{where} is needed; the quickest is --config configs/smoke.py.")
@@ -230,7 +228,6 @@ def write_workdir(workdir: Path, *, cfg: Config, base: Mapping[str, Any], comman
 
 
 def config_text(cfg: Config) -> str:
-    """Returns config.json of a run's folder."""
     return json.dumps({"version": VERSION} | to_dict(cfg), indent=2)
 
 

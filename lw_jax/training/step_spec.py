@@ -39,7 +39,6 @@ class StepSpec:
         return place.cut(global_batch=batch, micro_batch=micro_batch, data_axis=data).accumulation
 
     def cut(self, accumulation: int) -> Cut:
-        """Returns how the global batch lies on the devices with so many micro-batches."""
         return Cut(self.cfg.train.global_batch, self.placement.data, accumulation)
 
     def put(self, batch: Batch, accumulation: int) -> Tree:

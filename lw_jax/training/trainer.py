@@ -79,7 +79,6 @@ class Run:
     # --- preparation
 
     def prepare(self) -> None:
-        """Opens the data, chooses the micro-batch, and initialises or restores the state."""
         with phase("reading and tokenising the data"):
             data_schedule = self.recipe.data_schedule()
         self.reporter.say(*data_schedule.describe())
@@ -277,7 +276,6 @@ class Run:
     # --- out of memory
 
     def _train_within_memory(self, session: _Session, stop_requested: StopRequested) -> int:
-        """Runs the loop, again with half the micro-batch each time that memory runs out."""
         while True:
             try:
                 with self.reporter.open_logs(session.first, revalidate=session.revalidate):
@@ -287,7 +285,6 @@ class Run:
             self._rewind(session)  # here the error is gone, and with its traceback the arrays of the failed step
 
     def _halve(self, error: OutOfMemory) -> None:
-        """Halves the micro-batch; raises UserError where that is impossible."""
         before = self.micro_batch
         if before == 1 or jax.process_count() > 1:
             single = "it cannot be halved"
@@ -304,7 +301,6 @@ class Run:
         )
 
     def _rewind(self, session: _Session) -> None:
-        """Returns to the last step whose state is still in memory, else to the last checkpoint."""
         step = self._step_in_memory()
         if step is None:
             self._restore_or_initialise(session)
