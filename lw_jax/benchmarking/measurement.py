@@ -93,8 +93,6 @@ class Measured:
         hub = [text for text in (spec.data.train, spec.data.validation) if text.startswith("hub:")]
         return next(iter([*absent, *hub]), "")
 
-    # --- the training step
-
     def step(self) -> list[Row]:
         """Compiles the step twice, from an empty cache and from a filled one, and takes it."""
         cfg, widths = self.cfg, self.recipe.batch_widths()
@@ -161,8 +159,6 @@ class Measured:
             leaf.size for path, leaf in leaves if path_of(path).split("/")[-1] in ids and "teacher" not in path_of(path)
         )
 
-    # --- a trained wire's work
-
     def encode(self) -> list[Row]:
         trainable, body = timing.fill(workload.encoder(self.recipe))
         filled = self.fill(workload.texts(self.cfg, self.placement))
@@ -202,8 +198,6 @@ class Measured:
         whole, short = run(self.cfg.eval.max_new_tokens), run(1)
         both = whole.median, short.median
         return answer_row(self.cfg, self.recipe, name, self.ceilings, both, seconds=whole)
-
-    # --- files
 
     def load(self) -> list[Row]:
         """Loads each reader's weights, once, and reads the same files for their bytes alone."""

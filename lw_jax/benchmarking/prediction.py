@@ -23,7 +23,6 @@ from lw_jax.training import memory_limit
 from sharding import placement as placements
 
 PARTS = ("step", "encode", "prefill", "answer")
-_WORDS = {"bfloat16": "bf16", "float32": "tf32"}  # JAX's name -> the arithmetic of `Card.peak` by default
 
 
 class Predicted:
@@ -51,7 +50,7 @@ class Predicted:
         self.cfg = decode_layout.resolve_layers(config.with_remat(cfg, best.remat), self.placement, room)
         self.recipe: Any = recipes.make(self.cfg, self.placement, outline=True)
         dtype = workload.arithmetic(cfg, self.placement.platform)
-        self.ceilings = Ceilings(dtype, card.peak[_WORDS[dtype]], card.bandwidth)
+        self.ceilings = Ceilings(dtype, card.peak[roofline.ARITHMETIC[dtype]], card.bandwidth)
 
     @property
     def device(self) -> str:
@@ -134,5 +133,5 @@ class Predicted:
             "peak_bytes": peak,
             "peak_from": "compiled",
             "compiled_flops": found.flops,
-            "compiled_bytes": found.matmul_bytes + found.traffic_bytes,
+            "compiled_bytes": found.moved_bytes,
         }

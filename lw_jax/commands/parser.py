@@ -277,7 +277,10 @@ def _refuse(kind: str, name: str, known: Iterable[str], otherwise: str) -> UserE
 
 def _build() -> argparse.ArgumentParser:
     layout = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=28)
-    groups = [f"{title}:\n{_list_summaries(group)}" for title, group in GROUPS.items()]
+    groups = [
+        "\n".join([f"{title}:", *(f"  {name:<10}{one.summary}" for name, one in group.items())])
+        for title, group in GROUPS.items()
+    ]
     examples = "\n".join(_example(name, one.examples[0]) for name, one in COMMANDS.items())
     parser = _Parser(
         prog=PROGRAM,
@@ -306,10 +309,6 @@ def _build() -> argparse.ArgumentParser:
         for flag, options in one.flags.items():
             own.add_argument(flag, **options)
     return parser
-
-
-def _list_summaries(group: Mapping[str, Command]) -> str:
-    return "\n".join(f"  {name:<10}{one.summary}" for name, one in group.items())
 
 
 def _example(name: str, arguments: str) -> str:

@@ -64,7 +64,6 @@ def _default(entry: config.Entry) -> str:
 
 def _to_dict(entry: config.Entry) -> dict[str, Any]:
     rule = entry.key
-    bounds = {"above": rule.above, "at_least": rule.at_least, "below": rule.below, "at_most": rule.at_most}
     return {
         "key": entry.path,
         "type": entry.type,
@@ -72,6 +71,6 @@ def _to_dict(entry: config.Entry) -> dict[str, Any]:
         "recipes": {recipe: values[entry.path] for recipe, values in RECIPES.items() if entry.path in values},
         "unit": rule.unit,
         "choices": list(rule.choices),
-        "range": {name: bound for name, bound in bounds.items() if bound is not None},
+        "range": rule.bounds,
         "doc": rule.doc,
     }

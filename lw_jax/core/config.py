@@ -15,24 +15,17 @@ from typing import Any, NamedTuple, Protocol
 
 from lw_jax.core.config_keys import Key, check, declared, refuse, suggest
 from lw_jax.core.config_sections import (
-    DPO,
     LLM,
     RECIPES,
-    TTT,
-    Adapter,
     AnswerStage,
     Compute,
     Config,
     Data,
     Encoder,
     Eval,
-    Lora,
     Loss,
-    Mesh,
-    Message,
     Optim,
     Prompt,
-    Selfmade,
     Stage,
     Stages,
     Train,
@@ -41,8 +34,8 @@ from lw_jax.core.errors import UserError
 
 # fmt: off
 __all__ = [  # the sections are read as config.Data and so on
-    "DPO", "LLM", "TTT", "Adapter", "AnswerStage", "Compute", "Config", "Data", "Encoder", "Eval",
-    "Lora", "Loss", "Mesh", "Message", "Optim", "Prompt", "Selfmade", "Stage", "Stages", "Train", "suggest",
+    "LLM", "AnswerStage", "Compute", "Config", "Data", "Encoder", "Eval", "Loss", "Optim", "Prompt", "Stages", "Train",
+    "suggest",
 ]
 # fmt: on
 

@@ -34,10 +34,14 @@ class Key:
     shapes: Literal["value", "zero", "no"] = "value"
 
     @property
+    def bounds(self) -> dict[str, float]:
+        named = {"above": self.above, "at_least": self.at_least, "below": self.below, "at_most": self.at_most}
+        return {name: bound for name, bound in named.items() if bound is not None}
+
+    @property
     def range(self) -> str:
         """Returns the bounds in words; empty where there are none."""
-        named = {"above": self.above, "at least": self.at_least, "below": self.below, "at most": self.at_most}
-        return " and ".join(f"{word} {bound:,}" for word, bound in named.items() if bound is not None)
+        return " and ".join(f"{name.replace('_', ' ')} {bound:,}" for name, bound in self.bounds.items())
 
 
 def key(default: Any, doc: str, **rules: Any) -> Any:

@@ -116,8 +116,6 @@ def phase(what: str, total: float = 0, unit: str = "", *, ends: bool = True) -> 
 
 
 class _Phase:
-    """A phase of work."""
-
     def __init__(self, what: str, total: float, unit: str):
         self.what, self.total, self.unit, self.done = what, total, unit, 0.0
         self.ended, self._begun, self._told = threading.Event(), time.monotonic(), False

@@ -34,11 +34,7 @@ def start(*, devices: bool = True) -> bool:
 
 
 def start_devices() -> None:
-    """Starts the devices.
-
-    Raises:
-      UserError: JAX_PLATFORMS names what is not here. JAX itself raises an empty error or takes the next name.
-    """
+    """Starts the devices; raises UserError where JAX_PLATFORMS names what is not here, which JAX may pass over."""
     for variable in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME"):
         asked = jax.config.values[variable.lower()]
         for name in asked.split(",") if asked else ():

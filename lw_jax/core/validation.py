@@ -25,11 +25,7 @@ TTT_PLACEMENTS = tuple(name for name in PLACEMENTS if name in ("auto", "single",
 
 
 def check_processes(cfg: Config, processes: int) -> None:
-    """Refuses what one process alone can do, where there are several: one a node.
-
-    Raises:
-      UserError: names the key, its value, the rule and the remedy.
-    """
+    """Refuses what one process alone can do, where there are several: one a node."""
     if processes == 1:
         return
     if cfg.encoder.kind == "cache":
@@ -53,11 +49,7 @@ def caching_key(cfg: Config) -> str:
 
 
 def validate(cfg: Config) -> None:
-    """Refuses values that are out of range and combinations that cannot work.
-
-    Raises:
-      UserError: names the key, its value, the rule and the remedy.
-    """
+    """Refuses values that are out of range and combinations that cannot work."""
     build(dataclasses.asdict(cfg))
     _check_sources(cfg)
     _check_columns(cfg)

@@ -29,7 +29,7 @@ def generation(step_spec: StepSpec) -> Pass | None:
         return None
     placement = recipe.placement
     resident = step_spec.frozen_bytes()
-    resident[placement.learner] += place.device_bytes(step_spec.state()["trainable"])
+    resident[placement.learner] += place.device_bytes(step_spec.state["trainable"])
     local = step_costs.on_one_device(step_spec)
     assert isinstance(local, LatentWire), "the same recipe"
 

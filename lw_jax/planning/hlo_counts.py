@@ -47,9 +47,7 @@ class Program:
 
     kernels: tuple[Kernel, ...]
     collectives: tuple[Collective, ...]
-    uncounted: tuple[
-        str, ...
-    ]  # operations with FLOPs or trip counts that the text does not give; empty: all is counted
+    uncounted: tuple[str, ...]  # operations with FLOPs or trip counts that the text does not give
 
     @property
     def flops(self) -> int:
@@ -57,14 +55,9 @@ class Program:
         return sum(kernel.flops * kernel.executed for kernel in self.kernels)
 
     @property
-    def matmul_bytes(self) -> int:
-        """Bytes that the kernels with matrix products read and write."""
-        return sum(kernel.bytes * kernel.executed for kernel in self.kernels if kernel.flops)
-
-    @property
-    def traffic_bytes(self) -> int:
-        """Bytes that all other kernels read and write."""
-        return sum(kernel.bytes * kernel.executed for kernel in self.kernels if not kernel.flops)
+    def moved_bytes(self) -> int:
+        """Bytes that all kernels read and write."""
+        return sum(kernel.bytes * kernel.executed for kernel in self.kernels)
 
     @property
     def wire_bytes(self) -> int:
@@ -120,13 +113,7 @@ _SLICES = frozenset(("dynamic-slice", "slice", "gather"))  # read as much of the
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place; which operand holds what is written
 _GEMMS = ("__cublas$gemm", "__cublas$lt$matmul")
 _OPAQUE = frozenset("convolution ragged-dot scaled-dot fft cholesky triangular-solve send recv".split())
-_NO_MATMUL = (
-    "cu_threefry2x32",
-    "TopK",
-    "__gpu$TopK",
-    "__cub$",
-    "AllocateBuffer",
-)  # custom calls: their targets begin so
+_NO_MATMUL = ("cu_threefry2x32", "TopK", "__gpu$TopK", "__cub$", "AllocateBuffer")  # targets of custom calls begin so
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,8 +180,6 @@ class _Computation:
 
 
 class _Module:
-    """The computations of a module and their tallies."""
-
     def __init__(self, text: str) -> None:
         self.entry, self.computations = _parse(text)
         header = text[: text.index("\n")]

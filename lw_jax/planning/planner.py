@@ -248,8 +248,8 @@ def _host_bytes(tried: Sequence[Trial]) -> int:
     program = next((one.program for one in tried if one.program), None)
     if program is None:
         return int(HOST_BYTES)
-    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state()))
-    frozen = jax.tree.leaves(program.frozen())
+    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state))
+    frozen = jax.tree.leaves(program.frozen)
     largest = max((leaf.size // max(1, leaf.shape[0]) * 4 for leaf in frozen), default=0)
     return int(HOST_BYTES + state + 2 * largest)
 

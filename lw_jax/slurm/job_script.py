@@ -23,11 +23,7 @@ RESTARTS = 10  # of a job; from this one on a killed task is a failure, not an a
 
 
 def script(job: Job, site: Site) -> str:
-    """Returns the text of the sbatch file.
-
-    Raises:
-      UserError: the path of the logs has a character that sbatch reads as its own.
-    """
+    """Returns the text of the sbatch file."""
     start = f"{shlex.join(step(job, site))} \\\n    {shlex.join(job.command)} || code=$?"
     return "\n".join([*head(job, site), "code=0", start, *dead_task(job), *tail('"$SLURM_JOB_ID"')]) + "\n"
 

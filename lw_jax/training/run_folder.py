@@ -151,11 +151,7 @@ def _describe_owner(path: Path) -> str:
 
 
 def check_writable(folder: Path, *, remedy: str) -> None:
-    """Refuses an unwritable folder, existing or not, before any work is done.
-
-    Raises:
-      UserError: names the folder, the reason and the remedy.
-    """
+    """Refuses an unwritable folder, existing or not, before any work is done."""
     there = nearest(folder)
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -183,9 +179,6 @@ def check_agreement(cfg: Config, workdir: Path) -> None:
     """Refuses a configuration that differs in meaning from the run in the folder; an empty folder agrees.
 
     A wire folder's models may come from other places.
-
-    Raises:
-      UserError: names the keys, both values and the remedy.
     """
     exported = wire_folder.is_wire(workdir)
     if not exported and not (workdir / "config.json").exists():
