@@ -197,9 +197,9 @@ class Side:
         self.recipe: Any = recipes.outline(cfg)
         self.placement = self.recipe.placement
         self.program = StepSpec(cfg, self.recipe)
-        self.state: Any = timing.fill(self.program.state())
+        self.state: Any = timing.fill(self.program.state)
         if case is None:
-            self.frozen: Any = timing.fill(self.program.frozen())
+            self.frozen: Any = timing.fill(self.program.frozen)
         else:
             at = self.recipe.shardings().frozen
             self.frozen = {

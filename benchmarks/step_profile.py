@@ -82,8 +82,8 @@ def prepare(cfg: Any) -> tuple[str, Callable[[], Any]]:
     spec, widths = StepSpec(cfg, measured.recipe), measured.recipe.batch_widths()
     accumulation = spec.accumulation(cfg.train.micro_batch)
     compiled = memory.measure(spec, widths, accumulation).programs["step"][0]
-    batch, frozen = measured.fill(spec.batch(widths, accumulation)), timing.fill(spec.frozen())
-    now = {"state": timing.fill(spec.state())}
+    batch, frozen = measured.fill(spec.batch(widths, accumulation)), timing.fill(spec.frozen)
+    now = {"state": timing.fill(spec.state)}
 
     def step() -> Any:
         now["state"], values = compiled(now["state"], frozen, batch)

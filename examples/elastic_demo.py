@@ -107,7 +107,7 @@ def train(name: str, workdir: Path, steps: int, overrides: Sequence[str]) -> tup
         raise UserError(f"training under {name} ended with code {done.returncode}: {done.stderr[-2000:]}")
     placed_lines = [line for line in done.stdout.splitlines() if line.startswith("placement ")]
     where = placed_lines[0] if placed_lines else "placement single: data=1 x model=1 on 1 cpu"  # a run leaves it out
-    rows = metrics.read(workdir / "metrics.jsonl")
+    rows = metrics.read_metrics(workdir / "metrics.jsonl")
     return where.partition(": ")[2], [row["train/loss"] for row in rows if "train/loss" in row]
 
 

@@ -47,7 +47,6 @@ def fill(data: int, model: int, count: int) -> tuple[int, int]:
 
 
 def check_processes(count: int, *, used: int, model: int, processes: int) -> None:
-    """Raises PlacementError where a mesh of `used` of `count` devices does not go with so many processes."""
     if processes == 1:
         return
     if used != count:

@@ -136,7 +136,6 @@ def put_eval(batch: Any, mesh: Mesh) -> Any:
 
 
 def whole(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of what every device of the mesh holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -169,7 +168,6 @@ def put_parts(batch: Any, placement: Placement, put: Callable[[Any, Mesh], Any])
 
 
 def place_shapes(shapes: Any, shardings: Any) -> Any:
-    """Returns the shapes as ShapeDtypeStructs with shardings, as a restore takes them."""
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
     )

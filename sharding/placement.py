@@ -48,7 +48,6 @@ class Placement:
 
     @property
     def platform(self) -> str:
-        """Returns the platform on which the programs run, as JAX names it: "cpu" for a CPU."""
         return self.stands_for or self.learner.devices.flat[0].platform
 
     @property
@@ -75,8 +74,8 @@ class Placement:
         readers = {name: Component(mesh, "replicate", parts[name]) for name in self.readers}
         return Placement("single", mesh, readers, self.platform)
 
-    def describe(self, *, available: int | None = None) -> str:
-        available = jax.device_count() if available is None else available
+    def describe(self) -> str:
+        available = jax.device_count()
         idle = available - self.devices
         rest = f"; {idle} of {available} devices stay unused" if idle else ""
         kind = self.learner.devices.flat[0].device_kind

@@ -84,7 +84,6 @@ def _match_rows(table: Table[Any], tree: Any, *, name: str) -> Any:
 
 
 def _find_obstacle(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> str | None:
-    """Returns the reason why `spec` cannot shard an array of `shape`, or None."""
     if len(spec) > len(shape):
         return f"{spec} names {len(spec)} dims of {len(shape)}"
     for dim, entry in enumerate(spec):

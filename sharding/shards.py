@@ -27,7 +27,6 @@ class Shards:
 
     @property
     def spec(self) -> PartitionSpec:
-        """Returns the partition spec of an array with an axis of shards."""
         return PartitionSpec("data") if self.count > 1 else PartitionSpec()
 
     def split(self, tree: Any, *, dim: int = 0) -> Any:
@@ -74,7 +73,6 @@ class Shards:
         return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(jnp.sum(x, axis=0), whole), tree)
 
     def _hold(self, x: jax.Array) -> jax.Array:
-        """Constrains the first axis to data and leaves the others to the compiler."""
         free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("data", *free)))
 

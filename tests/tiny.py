@@ -302,7 +302,7 @@ def curve(recipe: LatentWire | TTT, workdir: Path, *, stop: Callable[[int], bool
 
 def logged_losses(workdir: Path) -> list[float]:
     """Returns the training losses that a run has logged."""
-    return [row["train/loss"] for row in metrics.read(workdir / "metrics.jsonl") if "train/loss" in row]
+    return [row["train/loss"] for row in metrics.read_metrics(workdir / "metrics.jsonl") if "train/loss" in row]
 
 
 def call(verb: str, cfg: Config, workdir: Path, *, spec: str = "", **flags: Any) -> Any:

@@ -87,14 +87,11 @@ class Measured:
             return [Row(part, self.cfg.recipe, "", why_not=str(error))]
 
     def _missing(self) -> str:
-        """Returns a model or text of the configuration that would have to be fetched first; empty: none."""
         spec = self.cfg
         named = [*(llm.source for llm in spec.llms.values()), spec.encoder.source if spec.llms else ""]
         absent = [source for source in named if source and frozen_models.cached(spec, source) is None]
         hub = [text for text in (spec.data.train, spec.data.validation) if text.startswith("hub:")]
         return next(iter([*absent, *hub]), "")
-
-    # --- the training step
 
     def step(self) -> list[Row]:
         """Compiles the step twice, from an empty cache and from a filled one, and takes it."""
@@ -162,8 +159,6 @@ class Measured:
             leaf.size for path, leaf in leaves if path_of(path).split("/")[-1] in ids and "teacher" not in path_of(path)
         )
 
-    # --- a trained wire's work
-
     def encode(self) -> list[Row]:
         trainable, body = timing.fill(workload.encoder(self.recipe))
         filled = self.fill(workload.texts(self.cfg, self.placement))
@@ -203,8 +198,6 @@ class Measured:
         whole, short = run(self.cfg.eval.max_new_tokens), run(1)
         both = whole.median, short.median
         return answer_row(self.cfg, self.recipe, name, self.ceilings, both, seconds=whole)
-
-    # --- files
 
     def load(self) -> list[Row]:
         """Loads each reader's weights, once, and reads the same files for their bytes alone."""

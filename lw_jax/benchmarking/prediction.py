@@ -23,7 +23,6 @@ from lw_jax.training import memory_limit
 from sharding import placement as placements
 
 PARTS = ("step", "encode", "prefill", "answer")
-_WORDS = {"bfloat16": "bf16", "float32": "tf32"}  # JAX's name -> the arithmetic of `Card.peak` by default
 
 
 class Predicted:
@@ -51,7 +50,7 @@ class Predicted:
         self.cfg = decode_layout.resolve_layers(config.with_remat(cfg, best.remat), self.placement, room)
         self.recipe: Any = recipes.make(self.cfg, self.placement, outline=True)
         dtype = workload.arithmetic(cfg, self.placement.platform)
-        self.ceilings = Ceilings(dtype, card.peak[_WORDS[dtype]], card.bandwidth)
+        self.ceilings = Ceilings(dtype, card.peak[roofline.ARITHMETIC[dtype]], card.bandwidth)
 
     @property
     def device(self) -> str:
@@ -70,7 +69,6 @@ class Predicted:
         return getattr(self, part)()
 
     def step(self) -> list[Row]:
-        """Returns what the plan says of the step."""
         best, work = self.best, workload.step_flops(self.cfg)
         seconds, batch = best.step_seconds, self.cfg.train.global_batch
         if seconds is None:
@@ -101,7 +99,6 @@ class Predicted:
         return [encode_row(self.cfg, self.recipe, self.ceilings, found["predicted_seconds"], **found)]
 
     def prefill(self) -> list[Row]:
-        """Compiles each reader's pass over one prompt, of a text and of a message."""
         return [row for name in self.placement.readers for row in self._prefill(name)]
 
     def _prefill(self, name: str) -> list[Row]:
@@ -128,7 +125,6 @@ class Predicted:
         return answer_row(self.cfg, self.recipe, name, self.ceilings, both, **found)
 
     def _compile(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
-        """Returns the fields of a row that a compiled program gives; its memory includes its inputs."""
         compiled: Any = gpus.compile_lowered(lowered)
         found, needs = hlo_counts.analyse(compiled.as_text()), compiled.memory_analysis()
         peak = needs.argument_size_in_bytes + needs.temp_size_in_bytes + needs.output_size_in_bytes
@@ -137,5 +133,5 @@ class Predicted:
             "peak_bytes": peak,
             "peak_from": "compiled",
             "compiled_flops": found.flops,
-            "compiled_bytes": found.matmul_bytes + found.traffic_bytes,
+            "compiled_bytes": found.moved_bytes,
         }

@@ -25,9 +25,7 @@ class Row:
     bytes: float | None = None  # that must be read at least, on a device
     of_bandwidth: float | None = None
     peak_bytes: float | None = None  # of the fullest device
-    peak_from: str = (
-        ""  # "device" | "compiled" (the compiler's figure) | "host": on it, beside the arrays if they lie there
-    )
+    peak_from: str = ""  # "device" | "compiled" (the compiler's) | "host": on it, beside the arrays if they lie there
     compile_seconds: float | None = None  # traced, lowered and compiled with an empty cache
     cached_seconds: float | None = None  # the same, the program found on disk
     padding: float | None = None  # share of positions that hold no token
@@ -55,7 +53,6 @@ def encode_row(cfg: Config, recipe: LatentWire, ceilings: Ceilings, median: floa
 
 
 def prefill_rows(name: str, prompts: dict[str, workload.PromptShapes], fields: dict[str, dict[str, Any]]) -> list[Row]:
-    """Returns a reader's passes over a text and over a message to the first token, each with its `fields`."""
     rows, took = [], []
     for kind, prompt in prompts.items():
         computed = prompt.embeddings.shape[1]

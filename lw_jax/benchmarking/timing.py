@@ -108,8 +108,8 @@ def steps(program: StepSpec, call: Callable[..., Any], batch: Tree, *, repeats: 
 
     `call` takes (state, frozen, batch) and gives the next state first, as the program's step does; it takes the state.
     """
-    now = {"state": fill(program.state())}
-    frozen = fill(program.frozen())
+    now = {"state": fill(program.state)}
+    frozen = fill(program.frozen)
 
     def step() -> Any:
         now["state"], values = call(now["state"], frozen, batch)

@@ -52,7 +52,6 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
 
 
 def _check_message(cfg: Config, args: argparse.Namespace, message: bytes) -> None:
-    """Refuses a message of another kind, and sizes that this kind of message does not have."""
     from lw_jax.inference import coded_wire, trained_wire
     from lw_jax.models import cache_codec, codec
 
@@ -107,7 +106,6 @@ def _print_answers(
 
 
 def _read_text(wire: "TrainedWire | CodedWire", reader: str, text: str, question: str) -> str:
-    """Returns the answer from the text, or why a reader cannot take a text that the encoder could."""
     try:
         return wire.read_text(text, reader=reader, question=question)
     except UserError as error:

@@ -260,7 +260,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _refuse_unknown(verb: str, words: Sequence[str]) -> UserError:
-    """Returns the error of the first of the words that argparse did not take."""
     flag = words[0].partition("=")[0]
     if flag[:1] != "-":
         return UserError(f"unrecognized arguments: {' '.join(words)}; see {PROGRAM} {verb} --help.")
@@ -272,14 +271,16 @@ def _refuse_unknown(verb: str, words: Sequence[str]) -> UserError:
 
 
 def _refuse(kind: str, name: str, known: Iterable[str], otherwise: str) -> UserError:
-    """Returns the error that names an unknown name and the nearest known one."""
     close = difflib.get_close_matches(name.strip("'"), list(known), n=1)
     return UserError(f"unknown {kind} {name}; " + (f"did you mean {close[0]!r}?" if close else otherwise))
 
 
 def _build() -> argparse.ArgumentParser:
     layout = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=28)
-    groups = [f"{title}:\n{_list_summaries(group)}" for title, group in GROUPS.items()]
+    groups = [
+        "\n".join([f"{title}:", *(f"  {name:<10}{one.summary}" for name, one in group.items())])
+        for title, group in GROUPS.items()
+    ]
     examples = "\n".join(_example(name, one.examples[0]) for name, one in COMMANDS.items())
     parser = _Parser(
         prog=PROGRAM,
@@ -310,16 +311,11 @@ def _build() -> argparse.ArgumentParser:
     return parser
 
 
-def _list_summaries(group: Mapping[str, Command]) -> str:
-    return "\n".join(f"  {name:<10}{one.summary}" for name, one in group.items())
-
-
 def _example(name: str, arguments: str) -> str:
     return f"  {PROGRAM} {arguments}" if name == DEFAULT else f"  {PROGRAM} {name} {arguments}"
 
 
 def _find_fault(args: argparse.Namespace) -> str:
-    """Returns the fault of flags that do not fit together; empty where there is none."""
     listed = (args.config or "").endswith(".list")
     if listed and args.verb != "slurm":
         return f"--config {args.config}: only 'slurm' takes a list, {args.verb!r} takes one configuration"

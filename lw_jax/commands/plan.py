@@ -17,6 +17,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.planning import estimate as estimates
 from lw_jax.planning import gpus, plan_tables, planner, simulation, start_plan, workload
 from lw_jax.planning.plans import Plan
+from lw_jax.planning.roofline import Speed
 from lw_jax.slurm import cluster_profile
 from lw_jax.training import preflight
 
@@ -73,11 +74,10 @@ def _make(args: argparse.Namespace, loaded: Loaded) -> Plan:
     return planner.plan_run(cfg, target, estimate=args.estimate)
 
 
-def _measure_cpu(dtype: str) -> start_plan.Speed:
-    """Returns what products of this machine's CPU reach; `dtype`: of the readers' products."""
+def _measure_cpu(dtype: str) -> Speed:
     found = {one: timing.ceilings(one, repeats=3) for one in dict.fromkeys((dtype, "float32"))}
     own = found["float32"]
-    return start_plan.Speed({one: each.matmul for one, each in found.items()}, own.matmul, own.bandwidth)
+    return Speed({one: each.matmul for one, each in found.items()}, own.matmul, own.bandwidth)
 
 
 def _with_findings(found: Plan, findings: Sequence[preflight.Finding]) -> dict[str, Any]:

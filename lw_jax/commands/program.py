@@ -20,7 +20,6 @@ UNUSABLE = (
 
 
 def start(args: argparse.Namespace) -> int:
-    """Loads the configuration, prepares the environment for JAX and runs the command."""
     from lw_jax.commands import loading
 
     # Plans for other machines: `slurm` takes the cards of the configuration's name where no target is given.

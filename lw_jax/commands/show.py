@@ -17,7 +17,6 @@ _WIDTH = 110  # columns of the reference
 
 
 def run(args: argparse.Namespace, *loaded: Loaded) -> None:
-    """Prints a configuration, or with --keys, which needs none, the reference; starts no device."""
     if args.keys:
         print_keys(as_json=args.json)
     for one in loaded:
@@ -43,7 +42,6 @@ def print_values(loaded: Loaded, *, as_json: bool) -> None:
 
 
 def print_keys(*, as_json: bool = False) -> None:
-    """Prints the reference: every key with its type, default, unit, range or choices, and meaning."""
     found = list(config.entries())
     if as_json:
         print(json.dumps([_to_dict(entry) for entry in found], indent=2))
@@ -66,7 +64,6 @@ def _default(entry: config.Entry) -> str:
 
 def _to_dict(entry: config.Entry) -> dict[str, Any]:
     rule = entry.key
-    bounds = {"above": rule.above, "at_least": rule.at_least, "below": rule.below, "at_most": rule.at_most}
     return {
         "key": entry.path,
         "type": entry.type,
@@ -74,6 +71,6 @@ def _to_dict(entry: config.Entry) -> dict[str, Any]:
         "recipes": {recipe: values[entry.path] for recipe, values in RECIPES.items() if entry.path in values},
         "unit": rule.unit,
         "choices": list(rule.choices),
-        "range": {name: bound for name, bound in bounds.items() if bound is not None},
+        "range": rule.bounds,
         "doc": rule.doc,
     }

@@ -32,7 +32,6 @@ def run(args: argparse.Namespace, *loaded: Loaded) -> None:
 
 
 def _write_one(args: argparse.Namespace, loaded: Loaded) -> None:
-    """Writes the job of one run, and prints its price beside that of other sizes."""
     site, profile = find_site(args.site or "")
     warnings = _check({"": loaded.cfg}, submit=args.submit)
     plan, record, job = _plan_job(loaded, Path(args.measured) if args.measured else None, args=args, site=site)
@@ -56,7 +55,6 @@ def _write_one(args: argparse.Namespace, loaded: Loaded) -> None:
 
 
 def _write_list(args: argparse.Namespace, tasks: Sequence[Loaded]) -> None:
-    """Writes one job for several runs and prints the predicted time of each; --measured holds a folder for each."""
     kind, workdir = args.jobs or "array", list_workdir(args)
     site, profile = find_site(args.site or "")
     jobs, notes = [], _check({task.workdir.name: task.cfg for task in tasks}, submit=args.submit)
@@ -85,7 +83,6 @@ def _write_list(args: argparse.Namespace, tasks: Sequence[Loaded]) -> None:
 def _plan_job(
     task: Loaded, measured: Path | None, *, args: argparse.Namespace, site: Site
 ) -> tuple[Plan, Record | None, Job]:
-    """Returns a task's plan, the record of its earlier run in `measured`, if that is given, and its job."""
     plan = planner.plan_run(task.cfg, resolve_target(args.target or "", config=task.spec))
     record = past_runs.read(measured, task.cfg, plan) if measured else None
     script = PROJECT / "run.py"

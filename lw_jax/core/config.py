@@ -15,24 +15,17 @@ from typing import Any, NamedTuple, Protocol
 
 from lw_jax.core.config_keys import Key, check, declared, refuse, suggest
 from lw_jax.core.config_sections import (
-    DPO,
     LLM,
     RECIPES,
-    TTT,
-    Adapter,
     AnswerStage,
     Compute,
     Config,
     Data,
     Encoder,
     Eval,
-    Lora,
     Loss,
-    Mesh,
-    Message,
     Optim,
     Prompt,
-    Selfmade,
     Stage,
     Stages,
     Train,
@@ -41,8 +34,8 @@ from lw_jax.core.errors import UserError
 
 # fmt: off
 __all__ = [  # the sections are read as config.Data and so on
-    "DPO", "LLM", "TTT", "Adapter", "AnswerStage", "Compute", "Config", "Data", "Encoder", "Eval",
-    "Lora", "Loss", "Mesh", "Message", "Optim", "Prompt", "Selfmade", "Stage", "Stages", "Train", "suggest",
+    "LLM", "AnswerStage", "Compute", "Config", "Data", "Encoder", "Eval", "Loss", "Optim", "Prompt", "Stages", "Train",
+    "suggest",
 ]
 # fmt: on
 
@@ -144,7 +137,6 @@ def build(values: Values) -> Config:
 
 
 def to_dict(cfg: Config) -> dict[str, Any]:
-    """Returns nested plain dicts that `json` can write and `build` can read."""
     return json.loads(json.dumps(dataclasses.asdict(cfg)))
 
 
@@ -160,7 +152,6 @@ def flatten(values: Values, prefix: str = "") -> dict[str, Any]:
 
 
 def diff(old: Values, new: Values) -> list[str]:
-    """Returns one line for each value in which two configurations (nested or flat dicts) differ."""
     a, b = flatten(old), flatten(new)
     return [
         f"{path}: {_shown(a, path)} -> {_shown(b, path)}"
@@ -194,7 +185,6 @@ def digest(values: Config | Values) -> str:
 
 
 def identity(cfg: Config) -> str:
-    """Returns the digest of what decides the result, as checkpoints record it."""
     return digest(meaning(cfg))
 
 

@@ -30,7 +30,6 @@ def split(spec: str) -> tuple[str, str]:
 
 
 def find(path: str, *, root: Path) -> Path:
-    """Returns the file, looked for from the current folder and then from `root`."""
     for candidate in (expand(path), root / path):
         if candidate.is_file():
             return candidate.resolve()

@@ -34,10 +34,14 @@ class Key:
     shapes: Literal["value", "zero", "no"] = "value"
 
     @property
+    def bounds(self) -> dict[str, float]:
+        named = {"above": self.above, "at_least": self.at_least, "below": self.below, "at_most": self.at_most}
+        return {name: bound for name, bound in named.items() if bound is not None}
+
+    @property
     def range(self) -> str:
         """Returns the bounds in words; empty where there are none."""
-        named = {"above": self.above, "at least": self.at_least, "below": self.below, "at most": self.at_most}
-        return " and ".join(f"{word} {bound:,}" for word, bound in named.items() if bound is not None)
+        return " and ".join(f"{name.replace('_', ' ')} {bound:,}" for name, bound in self.bounds.items())
 
 
 def key(default: Any, doc: str, **rules: Any) -> Any:
@@ -54,7 +58,6 @@ def declared(field: dataclasses.Field[Any]) -> Key:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Returns ' Did you mean ...?' for the nearest known name, or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
@@ -91,7 +94,6 @@ def check(path: str, value: Any, hint: Any, rule: Key) -> Any:
 
 @functools.cache
 def _bounded(hint: Any, rule: Key) -> Any:
-    """Returns a key's type with its bounds, as msgspec checks them."""
     if typing.get_origin(hint) is tuple:
         return tuple[_bounded(typing.get_args(hint)[0], rule), ...]
     if hint is str:

@@ -272,7 +272,6 @@ class AlignStage(Stage):
 
     @property
     def tasks(self) -> dict[str, float]:
-        """Repeats alone."""
         return {"reconstruct": 1.0}
 
 
@@ -293,7 +292,6 @@ class PretrainStage(Stage):
 
     @property
     def tasks(self) -> dict[str, float]:
-        """Repeats and continues."""
         weights = {"reconstruct": self.reconstruct, "continuation": round(1.0 - self.reconstruct, 12)}
         return {task: weight for task, weight in weights.items() if weight}
 

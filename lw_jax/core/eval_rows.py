@@ -68,19 +68,11 @@ ROWS |= {
 }
 RATIOS = 16  # largest encoder.ratio of kind cache
 OF_CACHE = tuple(name for name, row in ROWS.items() if row.ratio)
-KNOWN_TO_CACHE = (
-    "text",
-    "none",
-    "latents",
-    "shuffled",
-    "swapped",
-    "swapped_text",
-    *OF_CACHE,
-)  # rows that make sense where nothing is trained
+# Rows that make sense where nothing is trained.
+KNOWN_TO_CACHE = ("text", "none", "latents", "shuffled", "swapped", "swapped_text", *OF_CACHE)
 DEFAULT = ("text", "latents", "shuffled", "zero", "none", "truncated")
 PROMPT_FIELDS = tuple(dict.fromkeys(field for row in ROWS.values() for field in row.fields))
 
 
 def fields_of(rows: Iterable[str]) -> tuple[str, ...]:
-    """Returns the token fields that these rows need, each once."""
     return tuple(dict.fromkeys(field for row in rows for field in ROWS[row].fields))

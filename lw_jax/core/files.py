@@ -34,7 +34,6 @@ def content_hash(content: Any, *, size: int = 16) -> str:
 
 
 def nearest(folder: Path) -> Path:
-    """Returns the folder where it is there, else the nearest of those above it that is."""
     return next(one for one in (folder, *folder.absolute().parents) if one.exists())
 
 
@@ -44,7 +43,6 @@ def expand(path: str | Path) -> Path:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a text atomically, as UTF-8."""
     with whole(path) as partial:
         partial.write_text(text, encoding="utf-8")
 

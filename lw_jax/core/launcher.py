@@ -57,7 +57,6 @@ def read() -> Step | None:
 
 
 def _address(number: int) -> tuple[str, int]:
-    """Returns host and port of the first process: JAX's variables, else the step's first node."""
     given = os.environ.get("JAX_COORDINATOR_ADDRESS")
     if given:
         found = re.fullmatch(r"\[?([\w.:-]+?)\]?:(\d+)", given, re.ASCII)
@@ -80,7 +79,6 @@ def _port(name: str, text: str) -> int:
 
 
 def _devices() -> tuple[int, ...]:
-    """Returns the devices that JAX_LOCAL_DEVICE_IDS names, else the one of the task's number, as JAX does."""
     given = os.environ.get("JAX_LOCAL_DEVICE_IDS")
     if not given:
         return (_number("SLURM_LOCALID"),)

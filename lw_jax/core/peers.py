@@ -147,7 +147,6 @@ class Watch:
         raise TimeoutError
 
     def _begins(self, link: socket.socket, step: Step, seconds: float) -> bool:
-        """Waits for the first process to say that all are there; False where it goes, or the time is over."""
         with contextlib.suppress(OSError):
             link.settimeout(seconds)
             _send(link, " ".join([*self._name(step), str(self.rank)]))

@@ -37,7 +37,6 @@ def resolve(dtype: str, platform: str) -> str:
 
 
 def of(dtype: str, platform: str) -> Precision:
-    """Returns the precision of encoder, adapters and a trained language model under `compute.dtype`."""
     name = DTYPES[resolve(dtype, platform)]
     return Precision(name, "float32" if platform == "cpu" else name)
 
@@ -54,7 +53,6 @@ def of_reader(weights: str, dtype: str, platform: str) -> Precision:
 
 
 def describe_cpu(factors: Sequence[str]) -> str:
-    """Returns how a CPU computes products whose factors have these dtypes."""
     if "bfloat16" not in factors:
         return "fp32"
     return f"bf16 factors, fp32 sums and all else ({bf16_instructions() or 'no instructions for it: slow'})"
@@ -84,6 +82,5 @@ def _cores() -> int:
 
 
 def describe_processor() -> str:
-    """Returns cores and instructions for bf16 products, as "2-core CPU (AMX)"."""
     instructions = bf16_instructions()
     return f"{_cores()}-core CPU" + (f" ({instructions})" if instructions else "")

@@ -138,7 +138,6 @@ def from_first(make: Callable[[], Any]) -> Any:
 
 
 def share() -> tuple[int, int]:
-    """Returns this process's number and how many there are: its slice of what they do together."""
     return jax.process_index(), jax.process_count()
 
 

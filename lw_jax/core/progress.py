@@ -58,7 +58,6 @@ class Live:
         self._view: _View | None = None
 
     def __enter__(self) -> Self:
-        """Opens the view where standard output is a terminal that can move its cursor."""
         if self._enabled and _moves(sys.stdout):
             self._view = _View(Console(file=sys.stdout, highlight=False), self._devices)
             self._view.begin(self._total, self._first)
@@ -70,14 +69,12 @@ class Live:
             self._view = None
 
     def show_line(self, line: str) -> None:
-        """Prints a line, above the view where there is one."""
         if self._view is not None:
             self._view.console.print(Text(line), soft_wrap=True)
         elif self._enabled:
             print(line, flush=True)
 
     def advance(self, step: int) -> None:
-        """Moves the bar of the view; prints nothing."""
         if self._view is not None:
             self._view.move(step)
 
@@ -119,8 +116,6 @@ def phase(what: str, total: float = 0, unit: str = "", *, ends: bool = True) -> 
 
 
 class _Phase:
-    """A phase of work."""
-
     def __init__(self, what: str, total: float, unit: str):
         self.what, self.total, self.unit, self.done = what, total, unit, 0.0
         self.ended, self._begun, self._told = threading.Event(), time.monotonic(), False
@@ -128,7 +123,6 @@ class _Phase:
         self._first: tuple[float, float] | None = None  # when the first part, which compiles, was done, and its size
 
     def advance(self, count: float = 1) -> None:
-        """Counts what is done."""
         self.done += count
         self._first = self._first or (time.monotonic(), self.done)
 
@@ -165,7 +159,6 @@ class _Phase:
 
 @contextlib.contextmanager
 def _bar(one: _Phase) -> Iterator[None]:
-    """Shows a phase in the view on the screen, or in a view of its own that is wiped at its end."""
     if _view is not None:
         bar = _view.add(one)
         try:
@@ -197,7 +190,6 @@ def _seconds() -> float:
 
 
 def _moves(stream: object) -> bool:
-    """Says whether a stream is a terminal that can move its cursor."""
     return bool(getattr(stream, "isatty", bool)()) and os.environ.get("TERM") != "dumb"
 
 

@@ -11,7 +11,6 @@ SEEDS = 2**32  # of a 32-bit key
 
 
 def abstract() -> Any:
-    """Returns the shape of a key."""
     return jax.eval_shape(lambda: jax.random.key(0))
 
 

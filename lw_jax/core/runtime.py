@@ -34,11 +34,7 @@ def start(*, devices: bool = True) -> bool:
 
 
 def start_devices() -> None:
-    """Starts the devices.
-
-    Raises:
-      UserError: JAX_PLATFORMS names what is not here. JAX itself raises an empty error or takes the next name.
-    """
+    """Starts the devices; raises UserError where JAX_PLATFORMS names what is not here, which JAX may pass over."""
     for variable in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME"):
         asked = jax.config.values[variable.lower()]
         for name in asked.split(",") if asked else ():
@@ -88,7 +84,6 @@ def describe() -> str:
 
 
 def device_line() -> str:
-    """Returns the one line about devices that a command begins with."""
     idle = "; NVIDIA's libraries are installed, but no driver is here" if idle_libraries() else ""
     return f"device: {describe()}{idle}"
 

@@ -104,7 +104,6 @@ def _encoding(error: UnicodeError) -> str:
 
 
 def _line_of(data: bytes | str, at: int) -> str:
-    """Returns a place of a document as people look for it."""
     before = (data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data)[:at]
     number = before.count(b"\n") + 1
     column = at - before.rfind(b"\n")
@@ -112,7 +111,6 @@ def _line_of(data: bytes | str, at: int) -> str:
 
 
 def _value_at(parse: Callable[[], Any], path: str) -> str:
-    """Returns the value at a path of msgspec's messages, such as `$.a[0].b`; "..." where the path does not name it."""
     return _shown(parse, path, repr)
 
 

@@ -25,11 +25,7 @@ TTT_PLACEMENTS = tuple(name for name in PLACEMENTS if name in ("auto", "single",
 
 
 def check_processes(cfg: Config, processes: int) -> None:
-    """Refuses what one process alone can do, where there are several: one a node.
-
-    Raises:
-      UserError: names the key, its value, the rule and the remedy.
-    """
+    """Refuses what one process alone can do, where there are several: one a node."""
     if processes == 1:
         return
     if cfg.encoder.kind == "cache":
@@ -53,11 +49,7 @@ def caching_key(cfg: Config) -> str:
 
 
 def validate(cfg: Config) -> None:
-    """Refuses values that are out of range and combinations that cannot work.
-
-    Raises:
-      UserError: names the key, its value, the rule and the remedy.
-    """
+    """Refuses values that are out of range and combinations that cannot work."""
     build(dataclasses.asdict(cfg))
     _check_sources(cfg)
     _check_columns(cfg)
@@ -179,7 +171,6 @@ def _check_encoder(cfg: Config) -> None:
 
 
 def _check_cache(cfg: Config) -> None:
-    """Refuses what does not go with messages that are the readers' own keys and values, and their rows elsewhere."""
     encoder, train = cfg.encoder, cfg.train
     if encoder.kind != "cache":
         if rows := [row for row in cfg.eval.rows if row in OF_CACHE]:
@@ -220,7 +211,6 @@ def _check_sources(cfg: Config) -> None:
 
 
 def _check_columns(cfg: Config) -> None:
-    """Refuses mappings of columns that no source has, or that do not name a field of the recipe's rows once each."""
     columns, known = cfg.data.columns, FIELDS[cfg.recipe]
     for one in columns:
         field, colon, column = one.partition(":")
@@ -283,7 +273,6 @@ def _check_ttt(cfg: Config) -> None:
 
 
 def _check_text(cfg: Config) -> None:
-    """Refuses sources that are no text to train a language model on."""
     spec, data = cfg.ttt, cfg.data
     _check_held_out(cfg)
     if spec.tokenizer == "bytes" and spec.vocab not in (0, BYTES):

@@ -39,7 +39,6 @@ def _pays(cfg: Config, placed: Placement, room: MemoryLimit | None) -> bool:
 
 
 def _pays_on_cpu(cfg: Config, placed: Placement) -> bool:
-    """Returns whether the copies that a scan makes outweigh longer compilation, and the weights fit once more."""
     readers, free = recipes.reader_bytes(cfg), host_memory.available()
     examples, largest = cfg.eval.examples or cfg.data.validation_limit or MANY, max(readers.values())
     tokens = -(-examples // cfg.eval.batch) * cfg.eval.max_new_tokens

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from lw_jax.core import precision, tree
 from lw_jax.core.types import Tree
-from lw_jax.planning.gpus import Card, Target
-from lw_jax.planning.roofline import BANDWIDTH_FRACTION, COLLECTIVE_SECONDS, LINK_FRACTION, MATMUL_FRACTION, Times
+from lw_jax.planning.gpus import Target
+from lw_jax.planning.roofline import COLLECTIVE_SECONDS, LINK_FRACTION, Speed, Times
 from lw_jax.training import step_costs
 from lw_jax.training.memory import StepMemory
 from lw_jax.training.step_spec import StepSpec
@@ -24,8 +24,6 @@ from sharding import place
 # TTT in docs/numbers.md (tests/unit/planning/test_estimate.py holds it against them).
 COMPILED = (-0.15, 0.03)
 ERROR = f"arithmetic; compiled plans were between {COMPILED[0]:+.0%} and {COMPILED[1]:+.0%} of its samples/s"
-
-_PEAK = {"float32": "tf32", "bfloat16": "bf16", "float16": "bf16", "int8": "int8"}  # of `Card.peak`, by factors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Estimate:
 def estimate(program: StepSpec, widths: Tree, micro_batch: int, target: Target | None) -> Estimate:
     """Estimates one program at a micro-batch (0: a device's whole share)."""
     accumulation = program.accumulation(micro_batch)
-    rows, placement, state = program.cut(accumulation).micro_batch, program.placement, program.state()
+    rows, placement, state = program.cut(accumulation).micro_batch, program.placement, program.state
     costs = step_costs.of(program, widths, rows)
     kept, weights = step_costs.kept_bytes(program, widths, rows), program.frozen_bytes()
     sent = {name: accumulation * _sent(program, name, costs[name]) for name in placement.readers}
@@ -83,25 +81,17 @@ def _times(
 ) -> Times:
     """Returns the seconds of a step: a sum, except that of readers on separate meshes the slowest counts."""
     link = target.link_bandwidth(list(range(target.devices))) * LINK_FRACTION
-    parts = {}
+    speed, parts = Speed.of(target.card), {}
     for name, one in costs.items():
-        computed = _computed(one, target.card, accumulation)
-        parts[name] = dataclasses.replace(computed, collective=sent[name] / link)
-    update = _computed(step_costs.update(program), target.card, 1)
-    share = place.device_bytes(program.state()["trainable"]) / max(1, tree.nbytes(program.recipe.abstract().trainable))
+        computed = speed.predict(one)
+        parts[name] = Times(computed.gemm * accumulation, computed.memory * accumulation, sent[name] / link)
+    update = speed.predict(step_costs.update(program))
+    share = place.device_bytes(program.state["trainable"]) / max(1, tree.nbytes(program.recipe.abstract().trainable))
     update = Times(update.gemm * share, update.memory * share, COLLECTIVE_SECONDS if any(sent.values()) else 0.0)
     readers = [parts[name] for name in program.placement.readers]
     if program.placement.on_several_meshes:
         readers = [max(readers, key=lambda one: one.total)]
     return _sum([parts[""], update, *readers])
-
-
-def _computed(one: Costs, card: Card, times: int) -> Times:
-    bandwidth, gemm = card.bandwidth * BANDWIDTH_FRACTION, 0.0
-    for product in one.products:
-        peak = card.peak.get(_PEAK.get(product.dtype, "fp32"), card.peak["fp32"]) * MATMUL_FRACTION
-        gemm += product.times * max(product.flops / peak, product.bytes / bandwidth)
-    return Times(gemm * times, one.moved / bandwidth * times, 0.0)
 
 
 def _sum(times: Sequence[Times]) -> Times:
@@ -114,7 +104,7 @@ def _sent(program: StepSpec, name: str, costs: Costs) -> float:
     Over a model axis each layer sums its two products' results forward, and two gradients backward; over data each
     layer's weights are gathered for either pass.
     """
-    at, layers = program.placement.readers[name], program.frozen()[name].get("layers")
+    at, layers = program.placement.readers[name], program.frozen[name].get("layers")
     if at.table == "tensor" and layers:
         count, parts = jax.tree.leaves(layers)[0].shape[0], at.mesh.shape["model"]
         again = program.cfg.compute.remat == "full"  # attention's sum of a recomputed pass
@@ -123,7 +113,7 @@ def _sent(program: StepSpec, name: str, costs: Costs) -> float:
         return 2 * (parts - 1) / parts * sums
     if at.table == "fsdp":
         parts = at.mesh.shape["data"]
-        return 2 * (parts - 1) / parts * tree.nbytes(program.frozen()[name])
+        return 2 * (parts - 1) / parts * tree.nbytes(program.frozen[name])
     return 0.0
 
 
@@ -131,7 +121,7 @@ def _gathered(program: StepSpec, name: str) -> int:
     """Returns the bytes of a reader's weights that a device gathers at once: a layer's, and the largest beside them."""
     if program.placement.readers[name].table != "fsdp":
         return 0
-    weights = dict(program.frozen()[name])
+    weights = dict(program.frozen[name])
     layers = jax.tree.leaves(weights.pop("layers", {}))
     layer = sum(leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in layers)
     return layer + max(map(tree.nbytes, jax.tree.leaves(weights)), default=0)

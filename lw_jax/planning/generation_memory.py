@@ -29,7 +29,7 @@ def generation(step_spec: StepSpec) -> Pass | None:
         return None
     placement = recipe.placement
     resident = step_spec.frozen_bytes()
-    resident[placement.learner] += place.device_bytes(step_spec.state()["trainable"])
+    resident[placement.learner] += place.device_bytes(step_spec.state["trainable"])
     local = step_costs.on_one_device(step_spec)
     assert isinstance(local, LatentWire), "the same recipe"
 
@@ -62,7 +62,6 @@ def longest_prompts(recipe: LatentWire, name: str, size: int) -> list[PromptShap
 
 
 def _answers(recipe: LatentWire, name: str, size: int) -> list[tuple[Callable[..., Tree], tuple[Tree, Tree, Tree]]]:
-    """Returns the functions that answer and score a batch, with their weights, prompts and fields as shapes."""
     cfg, mesh, params = recipe.cfg, recipe.placement.readers[name].mesh, workload.reader(recipe, name)
     answers = cfg.data.answer_tokens
 

@@ -76,6 +76,8 @@ class Card:
         major, minor = self.capability.split(".")
         feature = f"feature_extension: {self.feature}" if self.feature else ""
         links = f"device_interconnect_info {{ active_links: {self.nvlinks} }}" if self.nvlinks else ""
+        # CUDA C++ Programming Guide, technical specifications per capability.
+        threads = 1536 if self.capability == "8.9" else 2048
         # Bytes that the driver keeps of each block's shared memory, on every card since Ampere.
         reserved = 1024 if multiplies_bf16(self.capability) else 0
         return f"""
@@ -86,7 +88,7 @@ class Card:
               memory_bandwidth: {self.bandwidth} l2_cache_size: {self.l2_bytes} device_memory_size: {self.memory_bytes}
               shared_memory_per_core: {self.shared_bytes} shared_memory_per_block: 49152
               shared_memory_per_block_optin: {self.shared_bytes - reserved}
-              threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: {_threads(self.capability)}
+              threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: {threads}
               thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
               block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
               registers_per_core_limit: 65536 registers_per_block_limit: 65536 pcie_bandwidth: 34359738368
@@ -116,10 +118,6 @@ def describe_precision(asked: Sequence[str], capability: str) -> str:
     if capability and not modern and "bf16" in asked:
         notes.append(f"compute capability {capability} has no bf16 units: no faster than fp32, only smaller")
     return "; ".join(notes)
-
-
-def _threads(capability: str) -> int:
-    return 1536 if capability == "8.9" else 2048  # CUDA C++ Programming Guide, technical specifications per capability
 
 
 _A100 = {"capability": "8.0", "cores": 108, "fpus": 64, "clock_ghz": 1.41, "l2_bytes": 41943040}  # XLA
@@ -361,7 +359,6 @@ def of_device(device: Any) -> Card | None:
 
 
 def _cuda() -> int:
-    """Major CUDA version of the installed plugin; 12 where there is none."""
     return next((v for v in (12, 13) if _is_installed(f"jax-cuda{v}-plugin")), 12)
 
 
@@ -370,7 +367,6 @@ def _is_installed(name: str) -> bool:
 
 
 def _remedy(names: Sequence[str]) -> str:
-    """Returns the command that installs the compiler: the project's list, or packages beside another CUDA's plugin."""
     if _cuda() == 12:
         return "pip install -r requirements-plan.txt (223 MB; without a network: --no-index --find-links FOLDER)"
     return f"pip install {' '.join(f'{name}=={jax.__version__}' for name in names)} nvidia-cuda-nvcc nvidia-nvvm"

@@ -23,23 +23,14 @@ HOST_BYTES = 6e9  # Python, JAX, CUDA and tokenised data, of one process: assume
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """Devices to plan for, present or absent.
+    """Devices to plan for, present or absent."""
 
-    Attributes:
-        devices: the devices, or stand-ins of `gpus.compile_devices` that programs can be compiled for.
-        room: memory of one device and the share of it to use; None where the runtime reports no memory.
-        target: card and nodes, for the roofline; None where the card's peak rates are not known.
-        compile: turns a lowered program into a compiled one; None plans by arithmetic only.
-        name: the target's, or `HERE`.
-        why_not_compiled: what is missing where a compiler was wanted.
-    """
-
-    devices: Sequence[Device]
-    room: MemoryLimit | None
-    target: Target | None = None
-    compile: Compile | None = compile_here
-    name: str = HERE
-    why_not_compiled: str = ""
+    devices: Sequence[Device]  # or stand-ins of `gpus.compile_devices` that programs can be compiled for
+    room: MemoryLimit | None  # of one device; None where the runtime reports no memory
+    target: Target | None = None  # card and nodes, for the roofline; None where the card's peak rates are not known
+    compile: Compile | None = compile_here  # None plans by arithmetic only
+    name: str = HERE  # or the target's
+    why_not_compiled: str = ""  # what is missing where a compiler was wanted
 
     @property
     def limit(self) -> MemoryLimit:
@@ -51,7 +42,6 @@ class Hardware:
         return self.target.hosts if self.target else len({device.process_index for device in self.devices})
 
     def figures(self) -> dict[str, Any]:
-        """Returns the fields of a `plans.Plan` that are the hardware's."""
         return {
             "target": self.name,
             "devices": len(self.devices),
@@ -103,12 +93,7 @@ def absent(cfg: Config, target: Target, *, compiler: bool = True) -> Hardware:
 
 
 def check_processes(cfg: Config, devices: int, processes: int) -> None:
-    """Refuses what cannot run over so many processes, one a node.
-
-    Raises:
-        PlacementError: the configured placement.
-        UserError: another key.
-    """
+    """Refuses what cannot run over so many processes, one a node."""
     validation.check_processes(cfg, processes)
     if cfg.mesh.placement != "auto":
         mesh = cfg.mesh

@@ -47,9 +47,7 @@ class Program:
 
     kernels: tuple[Kernel, ...]
     collectives: tuple[Collective, ...]
-    uncounted: tuple[
-        str, ...
-    ]  # operations with FLOPs or trip counts that the text does not give; empty: all is counted
+    uncounted: tuple[str, ...]  # operations with FLOPs or trip counts that the text does not give
 
     @property
     def flops(self) -> int:
@@ -57,14 +55,9 @@ class Program:
         return sum(kernel.flops * kernel.executed for kernel in self.kernels)
 
     @property
-    def matmul_bytes(self) -> int:
-        """Bytes that the kernels with matrix products read and write."""
-        return sum(kernel.bytes * kernel.executed for kernel in self.kernels if kernel.flops)
-
-    @property
-    def traffic_bytes(self) -> int:
-        """Bytes that all other kernels read and write."""
-        return sum(kernel.bytes * kernel.executed for kernel in self.kernels if not kernel.flops)
+    def moved_bytes(self) -> int:
+        """Bytes that all kernels read and write."""
+        return sum(kernel.bytes * kernel.executed for kernel in self.kernels)
 
     @property
     def wire_bytes(self) -> int:
@@ -120,13 +113,7 @@ _SLICES = frozenset(("dynamic-slice", "slice", "gather"))  # read as much of the
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place; which operand holds what is written
 _GEMMS = ("__cublas$gemm", "__cublas$lt$matmul")
 _OPAQUE = frozenset("convolution ragged-dot scaled-dot fft cholesky triangular-solve send recv".split())
-_NO_MATMUL = (
-    "cu_threefry2x32",
-    "TopK",
-    "__gpu$TopK",
-    "__cub$",
-    "AllocateBuffer",
-)  # custom calls: their targets begin so
+_NO_MATMUL = ("cu_threefry2x32", "TopK", "__gpu$TopK", "__cub$", "AllocateBuffer")  # targets of custom calls begin so
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +137,6 @@ class _Op:
         return [(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n)) for dtype, dims in found]
 
     def attribute(self, name: str) -> str:
-        """Returns the computation that `name=` names, or nothing."""
         match = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
         return match[1] if match else ""
 
@@ -194,8 +180,6 @@ class _Computation:
 
 
 class _Module:
-    """The computations of a module and their tallies."""
-
     def __init__(self, text: str) -> None:
         self.entry, self.computations = _parse(text)
         header = text[: text.index("\n")]
@@ -204,7 +188,6 @@ class _Module:
         self._tallies: dict[str, _Tally] = {}
 
     def tally(self, name: str) -> _Tally:
-        """Returns the sums over one run of a computation and all that it calls."""
         if name not in self._tallies:
             result, computation = _Tally(), self.computations[name]
             for op in computation.ops.values():
@@ -235,7 +218,6 @@ class _Module:
             result.kernels[self._kernel(op, computation, result)] += 1
 
     def _kernel(self, op: _Op, computation: _Computation, result: _Tally) -> tuple[str, int, int]:
-        """Returns arithmetic, FLOPs and bytes of one run of an operation that is a kernel of its own."""
         products = list(self._products(op, computation, result))
         flops = sum(flops for _, flops in products)
         arithmetic = max(products, key=lambda product: product[1])[0] if products else ""
@@ -344,7 +326,6 @@ def _wire_bytes(kind: str, groups: Groups, operand: int) -> int:
 
 
 def _groups(op: _Op, devices: int) -> Groups:
-    """Returns the groups of devices that exchange with each other, in any of the notations of HLO."""
     if op.opcode.startswith("collective-permute"):
         return _explicit(op, "source_target_pairs")
     text = op.attributes
@@ -421,7 +402,6 @@ def _parse_op(line: str) -> _Op | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """Returns the index after the parenthesis that closes the one at `start`."""
     depth = 0
     for match in re.finditer(r"[()]", text[start:]):
         depth += 1 if match[0] == "(" else -1

@@ -44,11 +44,7 @@ def held(readers: Mapping[str, int], placed: Placement) -> int:
 
 
 def check(readers: Mapping[str, int], placed: Placement) -> None:
-    """Refuses virtual devices whose frozen weights this machine's memory does not hold.
-
-    Raises:
-        UserError: names both sizes and what would fit.
-    """
+    """Refuses virtual devices whose frozen weights this machine's memory does not hold."""
     if placed.learner.devices.flat[0].platform != "cpu":
         return
     free, wanted = available(), held(readers, placed)

@@ -33,22 +33,14 @@ _C = TypeVar("_C", bound=StepCandidate)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial(StepCandidate):
-    """A candidate with what its figures come from.
-
-    Attributes:
-        placement: the meshes; None where the devices do not form them.
-        program: the step and its arrays as shapes.
-        needs: memory, compiled or by arithmetic.
-        guess: arithmetic of the same micro-batch.
-        untimed: reason why its seconds are not known, where the card's peak rates are.
-    """
+    """A candidate with what its figures come from."""
 
     fits: bool = False
-    placement: Placement | None = None
+    placement: Placement | None = None  # None where the devices do not form the meshes
     program: StepSpec | None = dataclasses.field(default=None, compare=False, repr=False)
-    needs: StepMemory | None = None
-    guess: Estimate | None = None
-    untimed: str = ""
+    needs: StepMemory | None = None  # compiled or by arithmetic
+    guess: Estimate | None = None  # of the same micro-batch
+    untimed: str = ""  # why its seconds are not known, where the card's peak rates are
 
     def candidate(self) -> StepCandidate:
         return StepCandidate(**{one.name: getattr(self, one.name) for one in dataclasses.fields(StepCandidate)})
@@ -174,7 +166,6 @@ def _is_slower(one: Estimate | None, other: Estimate) -> bool:
 
 
 def _guess(program: StepSpec, hardware: Hardware) -> Estimate:
-    """Returns the estimate of the configured micro-batch, else of the largest that fits."""
     widths, micro = program.recipe.batch_widths(), program.cfg.train.micro_batch
     if not micro:
 
@@ -194,7 +185,6 @@ def _rank(guess: Estimate, room: MemoryLimit) -> tuple[bool, bool, float]:
 
 
 def _needs(program: StepSpec, guess: Estimate, hardware: Hardware) -> StepMemory:
-    """Returns the needs of the configured micro-batch, else of the largest that fits; raises OutOfMemory."""
     widths, micro, compile = program.recipe.batch_widths(), program.cfg.train.micro_batch, hardware.compile
     if compile is None:
         return guess.needs
@@ -223,7 +213,6 @@ def _sizes(program: StepSpec, needs: StepMemory, guess: Estimate) -> dict[str, A
 
 
 def _time(candidate: Trial, hardware: Hardware, global_batch: int) -> Trial:
-    """Returns the candidate with its predicted step time, which all processes take from the first one."""
     found = dict(processes.from_first(lambda: _figures(candidate, hardware)))
     if found["seconds"]:
         times = Times(**found["seconds"])
@@ -250,7 +239,7 @@ def _figures(candidate: Trial, hardware: Hardware) -> dict[str, Any]:
             return arithmetic | {"seconds": None, "untimed": str(error)}
         flops[part.mesh] += part.runs * analysed.flops
         sent[part.mesh] += part.runs * analysed.wire_bytes
-        moved[part.mesh] += part.runs * (analysed.matmul_bytes + analysed.traffic_bytes)
+        moved[part.mesh] += part.runs * analysed.moved_bytes
         if hardware.target:
             one = roofline.predict(analysed, hardware.target)
             times[name] = Times(part.runs * one.gemm, part.runs * one.memory, part.runs * one.collective)

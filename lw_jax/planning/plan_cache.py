@@ -59,7 +59,6 @@ def read(file: Path) -> StepPlan | None:
 
 
 def decode(values: Any) -> StepPlan:
-    """Returns the plan of `dataclasses.asdict`, as another process sends it."""
     return schema.convert(values, StepPlan, where="the first process's plan", remedy="all must run the same code")
 
 
@@ -83,6 +82,5 @@ def _shapes(cfg: Config) -> list[str]:
 
 
 def _versions() -> list[str]:
-    """Returns what compiles: JAX, jaxlib and the CUDA plugins that are installed."""
     names = ("jax", "jaxlib", *(f"jax-cuda{version}-plugin" for version in (12, 13)))
     return [f"{one.name} {one.version}" for name in names for one in importlib.metadata.distributions(name=name)]

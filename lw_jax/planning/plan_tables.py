@@ -69,7 +69,6 @@ def _choice(plan: StepPlan, best: StepCandidate) -> list[str]:
 
 
 def _idle(plan: StepPlan, best: StepCandidate) -> str:
-    """Returns how many devices the chosen candidate leaves out, and the batches on which all would share the work."""
     count, used, batch = plan.devices, best.devices_used, plan.global_batch
     if count == used:
         return ""

@@ -44,7 +44,6 @@ SIZES = {"single": 1, "dual": 2, "quad": 4}  # words for a number of cards on on
 
 
 def inspect(cfg: Config) -> list[preflight.Finding]:
-    """Returns problems of the configuration that do not depend on the hardware."""
     return preflight.inspect(cfg, recipes.outline(config.with_remat(cfg, "none")) if cfg.train.steps else None)
 
 
@@ -61,7 +60,6 @@ def resolve_target(word: str, *, config: str) -> str:
 
 
 def plan_run(cfg: Config, target: str = "", *, estimate: bool = False) -> Plan:
-    """Returns the plan of a run, with steps or without, as `make` does."""
     if cfg.train.steps:
         return make(cfg, target, estimate=estimate)
     return start_plan.of_target(cfg, target, estimate=estimate)
@@ -241,7 +239,6 @@ def _pick(tried: list[Trial], on: Hardware) -> tuple[Trial | None, dict[str, Eva
 def evaluation_memory(
     program: StepSpec, room: memory_limit.MemoryLimit, compile: memory.Compile | None
 ) -> dict[str, EvaluationMemory | None]:
-    """Returns the memory of validation, and of generation where the recipe's evaluation generates."""
     passes = {"validation": evaluation_memories.validation(program), "generation": generation(program)}
     return {part: one and evaluation_memories.of(one, room, compile=compile) for part, one in passes.items()}
 
@@ -251,8 +248,8 @@ def _host_bytes(tried: Sequence[Trial]) -> int:
     program = next((one.program for one in tried if one.program), None)
     if program is None:
         return int(HOST_BYTES)
-    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state()))
-    frozen = jax.tree.leaves(program.frozen())
+    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state))
+    frozen = jax.tree.leaves(program.frozen)
     largest = max((leaf.size // max(1, leaf.shape[0]) * 4 for leaf in frozen), default=0)
     return int(HOST_BYTES + state + 2 * largest)
 

@@ -128,7 +128,6 @@ class Plan:
 
 
 def layout(placed: Placement) -> dict[str, Any]:
-    """Returns the fields of a `Candidate` that its placement gives."""
     return {
         "mesh": mesh_of(placed),
         "data": -1 if placed.on_several_meshes else placed.data,

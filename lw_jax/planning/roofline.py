@@ -5,9 +5,11 @@ are added up: no overlap is assumed, so whatever XLA hides behind other work mak
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 from lw_jax.planning.gpus import Card, Target
 from lw_jax.planning.hlo_counts import Collective, Kernel, Program
+from lw_jax.training.traced_costs import Costs
 
 # Shares of the data sheets' peaks. Assumed, not measured by this project.
 MATMUL_FRACTION = 0.65  # of dense FLOP/s, large cuBLAS products
@@ -21,6 +23,8 @@ NETWORK_SECONDS = 40e-6  # the same between nodes
 # Arithmetic that a card has no peak for counts as the next one: fp8 before Hopper runs in bf16; of "other" (fp64,
 # wide integers) a training step holds only small products.
 _NEXT = {"fp8": "bf16", "other": "fp32"}
+# JAX's name of a product's factors -> its arithmetic by default
+ARITHMETIC = {"float32": "tf32", "bfloat16": "bf16", "float16": "bf16", "int8": "int8"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +39,27 @@ class Times:
     def total(self) -> float:
         """The sum: nothing is taken to overlap."""
         return self.gemm + self.memory + self.collective
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """What one device reaches, in FLOP/s and bytes/s."""
+
+    products: Mapping[str, float]  # by JAX's name of their factors
+    exact: float  # of fp32 at the highest precision, and of all other factors
+    bandwidth: float
+
+    @staticmethod
+    def of(card: Card) -> "Speed":
+        peaks = {name: card.peak.get(word, card.peak["fp32"]) * MATMUL_FRACTION for name, word in ARITHMETIC.items()}
+        return Speed(peaks, card.peak["fp32"] * MATMUL_FRACTION, card.bandwidth * BANDWIDTH_FRACTION)
+
+    def predict(self, costs: Costs) -> Times:
+        gemm = 0.0
+        for product in costs.products:
+            peak = self.products.get(product.dtype, self.exact)
+            gemm += product.times * max(product.flops / peak, product.bytes / self.bandwidth)
+        return Times(gemm, costs.moved / self.bandwidth, 0.0)
 
 
 def predict(program: Program, target: Target) -> Times:

@@ -57,18 +57,8 @@ def text(cfg: Config, plans: Sequence[StepPlan], *, own: Mapping[str, Any], esti
     first, _ = sizes[0]
     size = epoch(cfg)
     cost = ("GPUs", "memory a GPU", "samples/s", "epoch, min", "hours", "GPU-hours", "beside the first")
-    batch = (
-        "GPUs",
-        "batch a GPU",
-        "x data",
-        "x accumulated",
-        "- padding",
-        "= global",
-        "GB: frozen",
-        "trained",
-        "optimizer",
-        "rest",
-    )
+    batch = ("GPUs", "batch a GPU", "x data", "x accumulated", "- padding", "= global")
+    batch += ("GB: frozen", "trained", "optimizer", "rest")
     change = ("GPUs", "change", "hours", "->", "", "peak GB", "->")
     changed = [
         (one, each) for one, best in sizes for each in changes(cfg, one.target, best, own=own, estimate=estimate)

@@ -25,13 +25,12 @@ from lw_jax.models import cache_code
 from lw_jax.planning import hardware, host_memory, plans
 from lw_jax.planning.hardware import HOST_BYTES, Hardware
 from lw_jax.planning.plans import Candidate, Plan
-from lw_jax.planning.roofline import BANDWIDTH_FRACTION, MATMUL_FRACTION
+from lw_jax.planning.roofline import Speed
 from lw_jax.recipes import cache_start
 from lw_jax.recipes.cache_wire import CacheWire
 from lw_jax.recipes.wire_shapes import SHARED_PREFIX
 from lw_jax.training import memory_limit, traced_costs
 from lw_jax.training.memory import Compile, bytes_of
-from lw_jax.training.traced_costs import Costs
 from sharding import place
 from sharding import placement as placements
 from sharding.placement import Placement
@@ -39,25 +38,6 @@ from sharding.placement import Placement
 TEXT = 1000  # tokens of the text whose reading and writing are told
 AGAIN = 24  # tokens that ask for a text's repetition, assumed where no tokenizer is at hand
 SOLVES = 2  # of a text's numbers until a step is found, mostly
-_PEAKS = {"bfloat16": "bf16", "float32": "tf32"}  # JAX's name of factors -> the arithmetic of `Card.peak` by default
-
-
-@dataclasses.dataclass(frozen=True)
-class Speed:
-    """What one device reaches, in FLOP/s and bytes/s."""
-
-    products: dict[str, float]  # by JAX's name of their factors
-    exact: float  # of fp32 at the highest precision
-    bandwidth: float
-
-    def seconds(self, costs: Costs) -> float:
-        """Returns the seconds of a program."""
-        rates = self.products
-        each = (
-            one.times * max(one.flops / rates.get(one.dtype, self.exact), one.bytes / self.bandwidth)
-            for one in costs.products
-        )
-        return sum(each) + costs.moved / self.bandwidth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,11 +89,10 @@ class StartPlan(Plan):
 def of_target(cfg: Config, target: str, *, estimate: bool = False) -> StartPlan:
     """Returns the plan of a target ("h100x1"), or of this machine's GPUs; raises as `hardware.find`."""
     on = hardware.find(cfg, target, estimate=estimate)
-    return make(cfg, dataclasses.replace(on, compile=None) if estimate else on, speed_of(on))
+    return make(cfg, dataclasses.replace(on, compile=None) if estimate else on, on.target and Speed.of(on.target.card))
 
 
 def of_cpu(cfg: Config, speed: Speed) -> StartPlan:
-    """Returns the plan of this machine's CPU, whose speed was measured."""
     memory = int(cfg.mesh.memory_gb * 1e9) or host_memory.available() or 0
     room = memory_limit.of_devices(cfg, memory)
     return make(cfg, Hardware(jax.devices("cpu")[:1], room, name="cpu"), speed)
@@ -142,15 +121,6 @@ def make(cfg: Config, on: Hardware, speed: Speed | None) -> StartPlan:
         hours=sum(filter(None, seconds)) / 3600 if seconds and all(seconds) else None,
         host_memory_bytes=_host_bytes(cfg, placed),
     )
-
-
-def speed_of(on: Hardware) -> Speed | None:
-    """Returns what a card reaches; None for one whose peaks are not known."""
-    if on.target is None:
-        return None
-    card = on.target.card
-    rates = {name: card.peak.get(word, card.peak["fp32"]) * MATMUL_FRACTION for name, word in _PEAKS.items()}
-    return Speed(rates, card.peak["fp32"] * MATMUL_FRACTION, card.bandwidth * BANDWIDTH_FRACTION)
 
 
 def _placements(cfg: Config, on: Hardware) -> Iterator[Placement]:
@@ -216,7 +186,7 @@ def _plan_reader(
         found = {}
         for writes, (function, given) in _programs(own, name, rows, tokens).items():
             costs = traced_costs.trace(function, *given)
-            found[writes] = Work(costs.peak, costs.peak, costs.flops, speed and speed.seconds(costs))
+            found[writes] = Work(costs.peak, costs.peak, costs.flops, speed and speed.predict(costs).total)
         return found
 
     batch, text = work(-(-rows // placed.data), tokens), work(1, TEXT)

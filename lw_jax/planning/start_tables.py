@@ -20,7 +20,6 @@ def choice(plan: StartPlan, best: StartCandidate) -> list[str]:
 
 
 def _text(name: str, one: ReaderPlan, ratio: int) -> str:
-    """Returns what a text costs a reader, and what its message saves."""
     memory = (
         f"{bytes_of(one.text_bytes)} of keys and values, {bytes_of(one.message_bytes)} of its message at "
         f"encoder.ratio={ratio} while it answers"

@@ -32,7 +32,6 @@ class PromptShapes(NamedTuple):
 
     @property
     def positions(self) -> int:
-        """Returns the positions of a row."""
         return self.mask.shape[1] + (0 if self.kv_prefix is None else self.kv_prefix.mask.shape[1])
 
 
@@ -82,7 +81,6 @@ def text_prompts(recipe: LatentWire, name: str, rows: int, length: int) -> Promp
 
 
 def reader(recipe: LatentWire, name: str) -> Tree:
-    """Returns a reader's weights as shapes where they lie."""
     return place.place_shapes(recipe.abstract().frozen[name], recipe.shardings().frozen[name])
 
 
@@ -110,7 +108,6 @@ def step_flops(cfg: Config) -> float:
 
 
 def encode_flops(recipe: LatentWire) -> float:
-    """Returns the FLOPs of encoding a batch of `texts`."""
     return trace(
         recipe.wire.encode, recipe.abstract().trainable, texts(recipe.cfg, recipe.placement), encoder(recipe)[1]
     ).flops
@@ -124,7 +121,6 @@ def token_bytes(params: Tree, model: decoder.DecoderConfig, prompt: PromptShapes
 
 
 def cache_bytes(model: decoder.DecoderConfig, rows: int, slots: int, dtype: jnp.dtype) -> int:
-    """Returns the bytes of so many rows' keys and values."""
     return 2 * model.layers * rows * slots * model.kv_heads * model.head_dim * dtype.itemsize
 
 

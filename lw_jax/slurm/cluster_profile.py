@@ -147,7 +147,6 @@ def pace(hours: float, train: Train) -> tuple[float, float]:
 
 
 def inspect(plan: Plan, train: Train) -> list[Finding]:
-    """Returns findings on a planned run under the longest job of this machine's cluster profile."""
     site, profile = find_site("")
     if plan.hours is None or not math.isfinite(site.max_hours):
         return []

@@ -132,6 +132,5 @@ def limit(job: Job, site: Site) -> Limit:
 
 
 def describe_limit(job: Job, site: Site) -> str:
-    """Returns one line: the time limit, its derivation and the number of requeues."""
     found = limit(job, site)
     return f"time limit {clock(found.minutes)}: {found.description}"

@@ -12,8 +12,6 @@ from lw_jax.slurm.cluster_profile import Site
 from lw_jax.slurm.job import Job, clean_name
 from lw_jax.slurm.job_script import one_line
 
-KINDS = ("array", "sequence")
-
 
 def join(jobs: Sequence[Job], kind: str, *, name: str, logs: Path) -> Job:
     """Returns the request to SLURM: the maximum over the tasks, and for a sequence the sum of their times.

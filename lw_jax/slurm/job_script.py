@@ -23,17 +23,12 @@ RESTARTS = 10  # of a job; from this one on a killed task is a failure, not an a
 
 
 def script(job: Job, site: Site) -> str:
-    """Returns the text of the sbatch file.
-
-    Raises:
-      UserError: the path of the logs has a character that sbatch reads as its own.
-    """
+    """Returns the text of the sbatch file."""
     start = f"{shlex.join(step(job, site))} \\\n    {shlex.join(job.command)} || code=$?"
     return "\n".join([*head(job, site), "code=0", start, *dead_task(job), *tail('"$SLURM_JOB_ID"')]) + "\n"
 
 
 def head(job: Job, site: Site, *, extra: Sequence[str] = (), log: str = "%x-%j") -> list[str]:
-    """Returns the lines before training: directives, modules and environment."""
     cache = Path(site.scratch) / "lw_jax" / "compiled" if site.scratch else sources.cache_root() / "compiled"
     local = ",".join(map(str, range(job.gpus)))
     several = [

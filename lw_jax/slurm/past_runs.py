@@ -37,7 +37,6 @@ class Record:
         return f"memory of a card: {peak}, {planned / 1e9:.1f} GB planned"
 
     def describe_differences(self) -> list[str]:
-        """Returns a line of the values that differ from the job's; none where nothing differs."""
         if not self.differences:
             return []
         more = f" (and {len(self.differences) - NAMED} more)" if len(self.differences) > NAMED else ""
@@ -66,12 +65,13 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
         raise UserError(f"--measured {workdir}: no seconds a step in {log.name}; {rule}, or leave the flag out.")
     devices = [row for path in sorted(workdir.glob("devices*.jsonl")) for row in read_rows(path)]
     peaks = [row["peak_bytes"] for row in devices if row.get("time", 0) >= hardware.since_time and "peak_bytes" in row]
+    changes = (line for line in diff(meaning(old), meaning(cfg)) if not line.startswith("train.steps:"))
     return Record(
         workdir=workdir,
         hardware=hardware,
         step_seconds=statistics.median(found),
         peak_bytes=max(peaks, default=None),
-        differences=(*_placed_otherwise(hardware, plan.chosen), *_set_otherwise(old, cfg)),
+        differences=(*_placed_otherwise(hardware, plan.chosen), *changes),
     )
 
 
@@ -115,7 +115,3 @@ def _placed_otherwise(found: HardwareRecord, chosen: Candidate | None) -> list[s
     planned = chosen.overrides() if chosen else {}
     pairs = (("placement", found.strategy, "mesh.placement"), ("remat", found.remat, "compute.remat"))
     return [f"{name}: {old} -> {planned[key]}" for name, old, key in pairs if planned.get(key, old) != old]
-
-
-def _set_otherwise(old: Config, cfg: Config) -> list[str]:
-    return [line for line in diff(meaning(old), meaning(cfg)) if not line.startswith("train.steps:")]

@@ -14,9 +14,9 @@ import os
 import re
 import shutil
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import jax
 import orbax.checkpoint as ocp
@@ -26,14 +26,13 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.files import nearest, whole
 from lw_jax.core.types import Tree
 from lw_jax.training import checkpoint_record, orbax_logs
-from lw_jax.training.checkpoint_record import BEST, RECORD
+from lw_jax.training.checkpoint_record import BEST, RECORD, Damage
 
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a folder that orbax has not committed
 REMOVED = ".removed"  # suffix of a checkpoint that is being removed
-TRIES = 50  # of a reader, while a training run replaces the checkpoints that it reads
+LISTINGS = 50  # of a folder without checkpoints: while one takes another's place a listing may show neither
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +45,6 @@ class Restored:
     note: str
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # empty: it was not validated
     identity: dict[str, str] = dataclasses.field(default_factory=dict)  # as it was saved
-
-
-class _RemovedError(Exception):
-    """A checkpoint was removed while it was read."""
 
 
 class Checkpointer:
@@ -65,12 +60,11 @@ class Checkpointer:
             raise UserError(f"keep={keep}: must be 1 or more")
         self._folder, self._keep = Path(folder).absolute(), keep
         self._identity = identity
-        self._damaged: dict[int, str] = {}
-        self._unread: dict[int, UserError] = {}  # checkpoints whose record could not be read when last listed
+        self._damaged: dict[int, str] = {}  # step -> reason, as the last restoring found
         self._pending: tuple[int, int, dict[str, Any]] | None = None  # step, bytes, record without files
         self._saved: int | None = None
         if identity is not None:
-            for step, record in sorted(self._read_records().items()):
+            for step, record in sorted(_whole(self._read_records()).items()):
                 checkpoint_record.check_identity(self._folder / str(step), record["identity"], identity)
         orbax_logs.install()
         self._orbax = ocp.AsyncCheckpointer(
@@ -126,15 +120,17 @@ class Checkpointer:
         if jax.process_index() != 0:
             return
         path = self._folder / str(step) / RECORD
+        record = checkpoint_record.read_record(path)
+        if isinstance(record, UserError):
+            raise record
+        if isinstance(record, Damage):
+            raise UserError(f"{path.parent}: its score cannot be added: {record.reason}; start the command again")
         try:
-            record = checkpoint_record.read_record(path)
-            if isinstance(record, checkpoint_record.Damage):
-                raise UserError(f"{path.parent}: its score cannot be added: {record.reason}; start the command again")
             with whole(path) as partial:
                 checkpoint_record.write_record(partial, record | {"metrics": record["metrics"] | {BEST: nll}})
         except OSError as error:
-            kept = "the checkpoint is as it was, start the command again"
-            raise UserError(f"{path}: its score cannot be added: {error.strerror}; {kept}") from error
+            unchanged = "the checkpoint is as it was, start the command again"
+            raise UserError(f"{path}: its score cannot be added: {error.strerror}; {unchanged}") from error
         self._remove_old()
 
     def restore(
@@ -148,34 +144,35 @@ class Checkpointer:
         read, when none has the metric of "best", and when paths, shapes or dtypes differ from the saved ones.
         """
         self._finish()
-        return self._retry(lambda: self._restore(abstract_state, which))
-
-    def _restore(self, abstract_state: dict[str, Tree], which: str) -> Restored | None:
-        chosen = processes.from_first(lambda: self._retry(lambda: self._choose(which)))
-        if chosen is None:
-            return None
-        step = chosen["step"]
-        checkpoint_record.check_leaves(self._folder / str(step), chosen["leaves"], abstract_state)
-        with _Reading(self._folder / str(step)):
-            state = self._read(step, abstract_state)
-        self._saved = step
-        return Restored(step, state, **{key: chosen[key] for key in ("data", "note", "metrics", "identity")})
+        while True:
+            chosen = processes.from_first(lambda: self._choose(which))
+            if chosen is None:
+                return None
+            step = chosen["step"]
+            folder = self._folder / str(step)
+            checkpoint_record.check_leaves(folder, chosen["leaves"], abstract_state)
+            with _Reading(folder):
+                state = self._read(step, abstract_state)
+                self._saved = step
+                return Restored(step, state, **{key: chosen[key] for key in ("data", "note", "metrics", "identity")})
 
     def _choose(self, which: str) -> dict[str, Any] | None:
         """Returns step, data, leaves and metrics of the checkpoint to restore, and a note of damage; None: none is."""
-        self._damaged = {}
-        records = self._list_records()
-        if self._unread:
-            raise next(iter(self._unread.values()))
+        found = self._read_records()
+        for unread in found.values():
+            if isinstance(unread, UserError):
+                raise unread
+        records = _whole(found)
+        self._damaged = {step: damage.reason for step, damage in found.items() if isinstance(damage, Damage)}
         for step in self._rank(records, which):
             folder = self._folder / str(step)
-            damage = _find_damage(folder, records[step]["files"])
+            damage = checkpoint_record.find_damage(folder, records[step]["files"])
             if not damage:
                 note = self._report_damage(f"took {step}")
                 chosen = {key: records[step][key] for key in ("leaves", "data", "metrics", "identity")}
                 return chosen | {"step": step, "note": note}
-            if checkpoint_record.is_gone(folder):
-                raise _RemovedError
+            if checkpoint_record.is_gone(folder):  # training has replaced it since it was listed
+                return self._choose(which)
             self._damaged[step] = damage
         if self._damaged:
             raise UserError(
@@ -183,20 +180,6 @@ class Checkpointer:
                 "a copy, or start anew with another --workdir"
             )
         return None
-
-    def _retry(self, attempt: Callable[[], _T]) -> _T:
-        """Returns `attempt()`, tried again where training removes a checkpoint that it reads."""
-        for _ in range(TRIES):
-            with contextlib.suppress(_RemovedError):
-                return attempt()
-        raise UserError(
-            f"{self._folder}: each of {TRIES} checkpoints was replaced while it was read; read when the run has "
-            "ended, or train with a larger train.checkpoint_every"
-        )
-
-    def steps(self) -> list[int]:
-        """Returns the committed steps whose record is whole, ascending (array files are checked when restored)."""
-        return sorted(self._read_records())
 
     def close(self) -> None:
         """Waits for the write under way and raises UserError if it failed."""
@@ -219,9 +202,7 @@ class Checkpointer:
             self._remove_old()
 
     def _fail(self, error: OSError | ValueError) -> None:
-        """Translates a failed write, after removing what it left; earlier checkpoints are untouched."""
-        if self._pending is None:
-            raise error
+        assert self._pending is not None
         (step, size, _), self._pending = self._pending, None
         self._drain()
         self._remove_unfinished()
@@ -246,37 +227,17 @@ class Checkpointer:
 
     def _write_record(self) -> None:
         """Writes the record, in orbax's thread of process 0, between the arrays and the rename that commits."""
-        if self._pending is None:
-            raise RuntimeError("a checkpoint was committed without a save")
+        assert self._pending is not None, "orbax commits what was saved"
         step, _, record = self._pending
-        unfinished = [path for path in self._list() if path.name.startswith(f"{step}{UNFINISHED}")]
-        folder = unfinished[0] if unfinished else self._folder / str(step)
+        folder = next(path for path in self._list() if path.name.startswith(f"{step}{UNFINISHED}"))
         checkpoint_record.write_record(folder / RECORD, record | {"files": checkpoint_record.measure_files(folder)})
 
-    def _read_records(self) -> dict[int, dict[str, Any]]:
-        return self._retry(self._list_records)
-
-    def _list_records(self) -> dict[int, dict[str, Any]]:
-        """Returns step -> record of every whole record; the others are noted as damaged or not read.
-
-        Raises _RemovedError where one was removed meanwhile.
-        """
-        records, self._unread = {}, {}
-        for path in self._list_steps():
-            step = int(path.name)
-            try:
-                record = checkpoint_record.read_record(path / RECORD)
-            except OSError as error:
-                record = checkpoint_record.unread_error(path, error)
-            if isinstance(record, dict):
-                records[step] = record
-            elif checkpoint_record.is_gone(path):
-                raise _RemovedError
-            elif isinstance(record, UserError):
-                self._unread[step] = record
-            else:
-                self._damaged[step] = record.reason
-        return records
+    def _read_records(self) -> dict[int, dict[str, Any] | Damage | UserError]:
+        """Returns step -> record, its damage, or the refusal of what cannot be read, of every checkpoint."""
+        found = {int(path.name): checkpoint_record.read_record(path / RECORD) for path in self._list_steps()}
+        if any(checkpoint_record.is_gone(self._folder / str(step)) for step in found.keys() - _whole(found)):
+            return self._read_records()  # training has replaced it since it was listed
+        return found
 
     def _rank(self, records: dict[int, dict[str, Any]], which: str) -> list[int]:
         if which not in ("latest", "best", "best or latest"):
@@ -303,7 +264,8 @@ class Checkpointer:
 
     def _check_order(self, step: int) -> None:
         """Refuses a step before the newest; runs in process 0, which alone knows the damaged checkpoints."""
-        newest = max((self._read_records().keys() | self._unread.keys()) - self._damaged.keys(), default=-1)
+        present = {step for step, record in self._read_records().items() if not isinstance(record, Damage)}
+        newest = max(present - self._damaged.keys(), default=-1)
         if newest >= step:
             raise UserError(
                 f"{self._folder}: it holds checkpoint {newest}, step {step} would come before or over it; continue "
@@ -320,14 +282,15 @@ class Checkpointer:
 
     def _remove_old(self) -> None:
         """Removes damaged checkpoints and all but the newest and the best; none that could not be read."""
-        records = {step: record for step, record in self._read_records().items() if step not in self._damaged}
+        found = self._read_records()
+        unread = {step for step, record in found.items() if isinstance(record, UserError)}
+        records = {step: record for step, record in _whole(found).items() if step not in self._damaged}
         best = self._rank(records, "best or latest")[:1]
-        old = (records.keys() | self._damaged.keys()) - {*sorted(records)[-self._keep :], *best}
-        self._remove(path for path in self._list() if _is_step(path) and int(path.name) in old)
+        preserved = unread.union(sorted(records)[-self._keep :], best)
+        self._remove(self._folder / str(step) for step in found if step not in preserved)
         self._damaged = {}
 
     def _remove_unfinished(self) -> None:
-        """Removes the remains of a killed or failed write or removal."""
         if jax.process_index() == 0:
             unfinished = re.compile(rf"\d+({re.escape(UNFINISHED)}.*|{re.escape(REMOVED)})")
             self._remove(path for path in self._list() if unfinished.fullmatch(path.name))
@@ -343,10 +306,9 @@ class Checkpointer:
                 raise UserError(f"{path}: an old checkpoint cannot be removed: {error}; remove it by hand") from error
 
     def _list_steps(self) -> list[Path]:
-        """Returns the committed checkpoints; a listing while one takes another's place may show neither."""
-        for _ in range(TRIES):
-            if found := [path for path in self._list() if _is_step(path)]:
-                return found
+        for _ in range(LISTINGS):
+            if folders := [path for path in self._list() if re.fullmatch("[0-9]+", path.name)]:
+                return folders
         return []
 
     def _list(self) -> list[Path]:
@@ -354,7 +316,7 @@ class Checkpointer:
 
 
 class _Reading:
-    """Context of reading a checkpoint: an error is _RemovedError where its folder is gone.
+    """Context of reading a checkpoint, whose errors end it silently where training has removed the folder.
 
     Orbax raises ValueError, OSError or a bare Exception then.
     """
@@ -367,22 +329,11 @@ class _Reading:
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: types.TracebackType | None):
         alone = jax.process_count() == 1  # several processes train, and only process 0 removes
-        if isinstance(error, Exception) and alone and not self._folder.is_dir():
-            raise _RemovedError from error
+        return isinstance(error, Exception) and alone and not self._folder.is_dir()
 
 
-def _find_damage(folder: Path, files: dict[str, list[Any]]) -> str:
-    """As `checkpoint_record.find_damage`; raises _RemovedError, or UserError where a file cannot be read."""
-    try:
-        return checkpoint_record.find_damage(folder, files)
-    except OSError as error:
-        if checkpoint_record.is_gone(folder):
-            raise _RemovedError from error
-        raise checkpoint_record.unread_error(folder, error) from error
-
-
-def _is_step(path: Path) -> bool:
-    return re.fullmatch("[0-9]+", path.name) is not None
+def _whole(found: dict[int, dict[str, Any] | Damage | UserError]) -> dict[int, dict[str, Any]]:
+    return {step: record for step, record in found.items() if isinstance(record, dict)}
 
 
 def read_best(workdir: Path, trainable: Tree, *, identity: dict[str, Any] | None) -> Restored:

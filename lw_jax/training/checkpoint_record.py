@@ -57,7 +57,6 @@ def _digest(record: dict[str, Any]) -> str:
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Writes a record with its hash and syncs it to the disk."""
     with path.open("w") as file:
         json.dump({"sha256": _digest(record), "record": record}, file, sort_keys=True)
         file.flush()
@@ -75,15 +74,17 @@ def _measure(path: Path) -> list[Any]:
         return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
 
 
-def read_record(path: Path) -> dict[str, Any] | Damage:
-    """Returns the record of record.json, typed as `_Record`, or its damage.
+def read_record(path: Path) -> dict[str, Any] | Damage | UserError:
+    """Returns the record of record.json, typed as `_Record`, its damage, or the refusal where it cannot be read.
 
-    Raises OSError where it cannot be read, and UserError where it is whole and of another version.
+    Raises UserError where it is whole and of another version.
     """
     try:
         content = json.loads(path.read_bytes())
     except _ABSENT as error:
         return Damage(_absence(path.name, error))
+    except OSError as error:
+        return _unread_error(path.parent, error)
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, nested too deeply
         return Damage(f"{path.name} is broken: {error}")
     if not isinstance(content, dict) or content.get("sha256") != _digest(content.get("record", {})):
@@ -100,16 +101,23 @@ def read_record(path: Path) -> dict[str, Any] | Damage:
 
 
 def find_damage(folder: Path, files: dict[str, list[Any]]) -> str:
-    """Returns the first fault of the files that a record lists, or an empty string; raises OSError as `read_record`."""
+    """Returns the first fault of the files that a record lists, or an empty string.
+
+    Raises UserError where one cannot be read.
+    """
     for name, (size, sha256) in files.items():
+        path = folder / name
         try:
-            found = (folder / name).stat().st_size
-            if found != size:
-                return f"{name} has {found} of {size} bytes"
-            if _measure(folder / name)[1] != sha256:
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} of {size} bytes"
+            if _measure(path)[1] != sha256:
                 return f"{name} is not what was written"
         except _ABSENT as error:
             return _absence(name, error)
+        except OSError as error:
+            if is_gone(folder):
+                return _absence(name, error)
+            raise _unread_error(folder, error) from error
     return ""
 
 
@@ -126,7 +134,7 @@ def is_gone(folder: Path) -> bool:
     return False
 
 
-def unread_error(folder: Path, error: OSError) -> UserError:
+def _unread_error(folder: Path, error: OSError) -> UserError:
     """Returns the refusal of a checkpoint of which a file cannot be read: an older one is not taken in its place."""
     return UserError(
         f"{error.filename or folder}: cannot be read ({error.strerror}), and checkpoint {folder.name} may be whole; "

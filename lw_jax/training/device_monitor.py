@@ -134,7 +134,6 @@ class Sampler:
         }
 
     def describe(self) -> list[str]:
-        """Returns the newest readings over all devices as texts: memory, utilisation, temperature and power."""
         latest, found = self._latest, []
         limit = max((reading.limit_bytes or 0 for reading in latest), default=0)
         for name, scale, unit in (
@@ -177,7 +176,6 @@ def _none() -> Readings:
 
 
 def _means(readings: Sequence[Reading]) -> dict[str, float]:
-    """Returns the mean of each measure, of the peak the maximum; an unknown measure is absent."""
     columns = {name: [getattr(reading, name) for reading in readings] for name in MEASURES}
     found = {name: [value for value in values if value is not None] for name, values in columns.items()}
     return {

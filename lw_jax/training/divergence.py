@@ -8,7 +8,7 @@ from lw_jax.core.types import Tree
 from lw_jax.training import preflight
 from lw_jax.training.recipe import Recipe
 
-_REMEDY = (
+REMEDY = (  # of a collapse
     "The checkpoint is kept. To continue anyway: --config.train.alarm=warn, or a later train.alarm_step. To repair: a "
     "lower optim.learning_rate, adapter.start='aligned', stages.pretrain.share, more examples"
 )
@@ -42,7 +42,3 @@ def find_collapse(step: int, validated: dict[str, float], cfg: Config, recipe: R
     if not alarm or step < alarm:
         return ""
     return recipe.collapse(step, validated)
-
-
-def refuse_collapse(collapse: str) -> None:
-    raise UserError(f"{collapse}. {_REMEDY}")

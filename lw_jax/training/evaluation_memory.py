@@ -34,20 +34,13 @@ class EvaluationMemory:
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """What runs on so many rows of a device.
+    """What runs on so many rows of a device."""
 
-    Attributes:
-        name: "validation" or "generation".
-        resident: bytes of weights and state on one device of each mesh.
-        trace: rows -> bytes at work on each mesh.
-        lower: rows -> programs, each with the bytes of its inputs beside what is resident.
-    """
-
-    name: str
+    name: str  # "validation" or "generation"
     step_spec: StepSpec
-    resident: Mapping[Mesh, int]
-    trace: Callable[[int], Mapping[Mesh, int]]
-    lower: Callable[[int], list[tuple[Part, int]]]
+    resident: Mapping[Mesh, int]  # bytes of weights and state on one device of each mesh
+    trace: Callable[[int], Mapping[Mesh, int]]  # rows -> bytes at work on each mesh
+    lower: Callable[[int], list[tuple[Part, int]]]  # rows -> programs, each with its inputs' bytes, without `resident`
 
 
 def of(one: Pass, limit: MemoryLimit, *, compile: Compile | None = None) -> EvaluationMemory:
@@ -59,9 +52,8 @@ def of(one: Pass, limit: MemoryLimit, *, compile: Compile | None = None) -> Eval
 
 
 def validation(step_spec: StepSpec) -> Pass:
-    """Returns the forward pass over held-out examples beside the training state."""
     widths, placement = step_spec.recipe.validation_widths(), step_spec.placement
-    state, frozen, data = step_spec.state(), step_spec.frozen(), placement.data
+    state, frozen, data = step_spec.state, step_spec.frozen, placement.data
     resident = step_spec.frozen_bytes()
     resident[placement.learner] += place.device_bytes(state)
 

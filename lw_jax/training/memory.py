@@ -30,11 +30,9 @@ class StepMemory:
 
     @property
     def peak(self) -> int:
-        """Returns the bytes of the fullest device."""
         return max(self.by_mesh)
 
     def figures(self) -> dict[str, Any]:
-        """Returns all but the programs, by field."""
         return {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "programs"}
 
 
@@ -42,15 +40,13 @@ Compile = Callable[[Any], Any]  # jax.stages.Lowered -> jax.stages.Compiled
 
 
 def compile_here(lowered: Any) -> Any:
-    """Compiles for devices that are present."""
     return lowered.compile()
 
 
 def measure(step_spec: StepSpec, widths: Tree, accumulation: int, *, compile: Compile = compile_here) -> StepMemory:
-    """Compiles the step for its own devices and returns its memory."""
     parts = step_spec.lower(widths, accumulation)
     compiled = {name: (compile(part.lowered), part) for name, part in parts.items()}
-    state, batch = step_spec.state(), step_spec.batch(widths, accumulation)
+    state, batch = step_spec.state, step_spec.batch(widths, accumulation)
     resident = {mesh: _Resident(weights=size) for mesh, size in step_spec.frozen_bytes().items()}
     learner = step_spec.placement.learner
     resident[learner].trainable = place.device_bytes(state["trainable"])
@@ -68,10 +64,7 @@ def measure(step_spec: StepSpec, widths: Tree, accumulation: int, *, compile: Co
     return StepMemory(
         micro_batch=step_spec.cut(accumulation).micro_batch,
         accumulation=accumulation,
-        weights=worst.weights,
-        trainable=worst.trainable,
-        optimizer=worst.optimizer,
-        batch=worst.batch,
+        **dataclasses.asdict(worst),
         activations=peaks[fullest] - worst.total,
         by_mesh=tuple(peaks),
         programs=compiled,
@@ -129,5 +122,5 @@ def bytes_of(size: float) -> str:
 def placed_bytes(step_spec: StepSpec) -> int:
     """Returns the bytes of weights, trainable parameters and moments on the fullest device, without compiling."""
     sizes = step_spec.frozen_bytes()
-    sizes[step_spec.placement.learner] += place.device_bytes(step_spec.state())
+    sizes[step_spec.placement.learner] += place.device_bytes(step_spec.state)
     return max(sizes.values())

@@ -17,7 +17,6 @@ class MemoryLimit:
 
     @property
     def usable(self) -> int:
-        """Returns the bytes that may be used."""
         return int(self.memory * self.utilisation)
 
 

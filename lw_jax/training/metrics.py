@@ -20,7 +20,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, *, resumed_step: int = 0, revalidate: bool = False):
         self.path = path
-        rows = read(path) if resumed_step and path.exists() else []
+        rows = read_metrics(path) if resumed_step and path.exists() else []
         rows = [row for row in rows if _precedes(row, resumed_step, revalidate)]
         write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
 
@@ -31,11 +31,6 @@ class MetricsLog:
         }  # JSON has no NaN
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a metrics file, each with its "step"; see `run_folder.read_rows`."""
-    return read_metrics(path)
 
 
 def validates(names: Iterable[str]) -> bool:
@@ -55,7 +50,6 @@ class Clock:
         self.base_step = self.marked_step = first_step
 
     def compiled(self, step: int) -> float:
-        """Restarts the count after the compiling step and returns its seconds."""
         now = time.monotonic()
         seconds, self.started, self.marked, self.base_step, self.marked_step = now - self.started, now, now, step, step
         return seconds

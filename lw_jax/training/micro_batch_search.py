@@ -117,7 +117,6 @@ def _interpolate(points: dict[int, StepMemory], limit: int) -> float:
 
 
 def describe(needs: StepMemory, limit: MemoryLimit) -> str:
-    """Returns the chosen micro-batch and its memory as a line for people."""
     parts = {"frozen": needs.weights, "trained": needs.trainable, "optimizer": needs.optimizer}
     held = ", ".join(f"{bytes_of(size)} {name}" for name, size in parts.items())
     return (
@@ -128,7 +127,6 @@ def describe(needs: StepMemory, limit: MemoryLimit) -> str:
 
 
 def refusal(step_spec: StepSpec, needs: StepMemory, limit: MemoryLimit) -> str:
-    """Returns the refusal where not even one example per device fits, with the remedies."""
     cfg = step_spec.cfg
     advice = []
     if cfg.compute.remat != "full":

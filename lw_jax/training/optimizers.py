@@ -34,7 +34,6 @@ _AS_ADAM = 0.2  # RMS of a matrix update, as Adam's: one learning rate serves bo
 
 
 def decays(tree: Tree, which: str = "matrices") -> Tree:
-    """Returns the weight decay mask; `which` is optim.decays."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: which == "all" or not _NO_DECAY.fullmatch(rules.path_of(path)), tree
     )
@@ -108,7 +107,8 @@ def make(cfg: config.Optim, *, phases: Sequence[Phase], rates: Rates, abstract: 
     Raises `sharding.errors.PlacementError` unless `rates` covers every leaf and each of its rows decides one.
     """
     rows = rules.match([(pattern, row) for row, (pattern, _) in enumerate(rates)], abstract, name="learning rates")
-    table = [_multipliers(multiple, len(phases)) for _, multiple in rates]
+    table = [each if isinstance(each, tuple) else (each,) * len(phases) for _, each in rates]
+    assert {len(multipliers) for multipliers in table} <= {len(phases)}, "a multiplier for each phase"
     trains = [tuple(map(bool, multiples)) for multiples in table]  # in which phases, of each row
 
     def group(path: tuple, leaf: jax.Array, row: int) -> str:
@@ -184,14 +184,3 @@ def _locate(phases: Sequence[Phase], count: jax.Array) -> tuple[jax.Array, jax.A
     ends = np.cumsum([phase.steps for phase in phases])[:-1].astype(np.int32)
     number = jnp.sum(count >= jnp.asarray(ends), dtype=jnp.int32)
     return number, count - jnp.asarray(np.concatenate([[0], ends]).astype(np.int32))[number]
-
-
-def _multipliers(multiple: float | tuple[float, ...], count: int) -> tuple[float, ...]:
-    if isinstance(multiple, tuple):
-        assert len(multiple) == count, "a multiplier for each phase"
-        return multiple
-    return (multiple,) * count
-
-
-def _leaves(tree: Tree):
-    return jax.tree_util.tree_flatten_with_path(tree)[0]

@@ -55,8 +55,6 @@ class Recipe:
         """Returns the unit that the logs count and its number in an example: ("tokens", 512)."""
         return "samples", 1
 
-    # --- weights
-
     def abstract(self) -> Weights:
         """Returns both trees as ShapeDtypeStructs."""
         return self._abstract
@@ -80,8 +78,6 @@ class Recipe:
     def load_frozen(self) -> Tree:
         """Loads the frozen tree, sharded: a resumed run needs it beside its checkpoint."""
         raise NotImplementedError
-
-    # --- data and loss
 
     def data_schedule(self) -> DataSchedule:
         """Returns the tokenised training examples and their order."""
@@ -116,8 +112,6 @@ class Recipe:
     def branch(self, name: str, part: Tree, frozen: Tree, fields: Tree, shared: Tree, rng: jax.Array) -> LossTerms:
         """Returns one reader's terms, from its own frozen weights and fields; the loss is the sum over readers."""
         raise NotImplementedError
-
-    # --- checks
 
     def findings(self) -> list[Finding]:
         """Returns errors and warnings of the configuration, with their remedies."""

@@ -52,7 +52,6 @@ class Reporter:
 
     @contextlib.contextmanager
     def live(self, first: int) -> Iterator[None]:
-        """Shows progress from step `first` on and samples the devices."""
         view = Live(self._train.steps, first, enabled=self._shows, devices=self._sampler.describe)
         with self._sampler, view as self._live:
             yield
@@ -73,7 +72,6 @@ class Reporter:
             yield
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Writes a row to every log, the run's own ones first."""
         for log in tuple(self._logs):
             try:
                 log.write(step, values)
@@ -85,7 +83,6 @@ class Reporter:
 
     @contextlib.contextmanager
     def compiling(self, step: int) -> Iterator[None]:
-        """Reports the first step, which compiles, and excludes it from times and device readings."""
         with phase("compiling the training step", ends=False):
             yield
         self.say(f"first step, compiled and run, in {duration(self.clock.compiled(step))}")
@@ -95,7 +92,6 @@ class Reporter:
         self._live.advance(step)
 
     def report(self, step: int, values: Tree, *, final: bool = False) -> None:
-        """Prints and logs the metrics of a step, every `train.log_every` steps and at the end."""
         if not (final or step % self._train.log_every == 0):
             return
         found = self.last = {name: float(value) for name, value in values.items()}

@@ -100,7 +100,6 @@ class _Logged(TypedDict):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of `metrics.jsonl`, each with its "step"; see `read_rows`."""
     return read_rows(path, kind=dict[_Name, _Value], required=_Logged)
 
 
@@ -152,11 +151,7 @@ def _describe_owner(path: Path) -> str:
 
 
 def check_writable(folder: Path, *, remedy: str) -> None:
-    """Refuses an unwritable folder, existing or not, before any work is done.
-
-    Raises:
-      UserError: names the folder, the reason and the remedy.
-    """
+    """Refuses an unwritable folder, existing or not, before any work is done."""
     there = nearest(folder)
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -166,7 +161,6 @@ def check_writable(folder: Path, *, remedy: str) -> None:
 
 
 def load(workdir: str | Path | None, *, verb: str) -> ConfigDict:
-    """Returns the saved configuration of a run for a verb that reads it, open to overrides."""
     if verb == "train" or not workdir:
         where = "" if verb == "train" else " or --workdir DIR of a trained run"
         raise UserError(f"--config FILE{where} is needed; the quickest is --config configs/smoke.py.")
@@ -185,9 +179,6 @@ def check_agreement(cfg: Config, workdir: Path) -> None:
     """Refuses a configuration that differs in meaning from the run in the folder; an empty folder agrees.
 
     A wire folder's models may come from other places.
-
-    Raises:
-      UserError: names the keys, both values and the remedy.
     """
     exported = wire_folder.is_wire(workdir)
     if not exported and not (workdir / "config.json").exists():
@@ -230,7 +221,6 @@ def write_workdir(workdir: Path, *, cfg: Config, base: Mapping[str, Any], comman
 
 
 def config_text(cfg: Config) -> str:
-    """Returns config.json of a run's folder."""
     return json.dumps({"version": VERSION} | to_dict(cfg), indent=2)
 
 

@@ -27,11 +27,7 @@ _SHOWN = 300  # characters of a library's message
 
 
 def check_installed(cfg: Config) -> None:
-    """Refuses a name of `train.log_to` whose library is not installed; imports nothing.
-
-    Raises:
-      UserError: names the library and the command that installs it.
-    """
+    """Refuses a name of `train.log_to` whose library is not installed; imports nothing."""
     for name in cfg.train.log_to:
         module = PACKAGES[name]
         found = importlib.util.find_spec(module)

@@ -19,7 +19,6 @@ _traced: dict[tuple[str, ...], Any] = {}
 
 
 def on_one_device(step_spec: StepSpec) -> Recipe:
-    """Returns the recipe as one device of the placement computes it."""
     make: Any = type(step_spec.recipe)
     placed = step_spec.placement.on_one_device()
     key = (_shape(step_spec.cfg), repr(placed))
@@ -79,19 +78,16 @@ def kept_bytes(step_spec: StepSpec, widths: Tree, rows: int) -> int:
 
 
 def update(step_spec: StepSpec) -> Costs:
-    """Returns the costs of the optimizer's update of whole weights."""
     shapes, optimizer = step_spec.recipe.abstract().trainable, step_spec.optimizer
     given = shapes, jax.eval_shape(optimizer.init, shapes), shapes
     return _once(step_spec.recipe, "", "update", shapes, lambda: trace(optimizer.update, *given))
 
 
 def _pull(recipe: Recipe, trainable: Tree, source: Tree, rng: Any, frozen: Tree) -> tuple[Tree, Callable]:
-    """Returns what is shared, and its backward pass."""
     return jax.vjp(lambda own: recipe.share(own, source, rng, frozen), trainable)
 
 
 def _once(recipe: Any, name: str, way: str, shapes: Tree, compute: Callable[[], Any]) -> Any:
-    """Returns what a part of the recipe costs with inputs of these shapes, computed once."""
     parts = str(recipe.placement.readers[name].parts) if name else ""
     key = (_shape(recipe.cfg), recipe.placement.platform, name, way, parts, repr(shapes))
     if key not in _traced:
@@ -100,7 +96,6 @@ def _once(recipe: Any, name: str, way: str, shapes: Tree, compute: Callable[[], 
 
 
 def _shape(cfg: Config) -> str:
-    """Returns what of a configuration shapes a pass over given rows on one device."""
     return repr([one for one in config.shape(cfg).items() if not one[0].startswith(("mesh.", "train."))])
 
 

@@ -39,7 +39,6 @@ class StepSpec:
         return place.cut(global_batch=batch, micro_batch=micro_batch, data_axis=data).accumulation
 
     def cut(self, accumulation: int) -> Cut:
-        """Returns how the global batch lies on the devices with so many micro-batches."""
         return Cut(self.cfg.train.global_batch, self.placement.data, accumulation)
 
     def put(self, batch: Batch, accumulation: int) -> Tree:
@@ -48,23 +47,17 @@ class StepSpec:
         put = functools.partial(place.put_batch, accumulation=accumulation)
         return place.put_parts(fill(batch, rows), self.placement, put)
 
-    def state(self) -> State:
-        return self._state
-
-    def frozen(self) -> Tree:
-        return self._frozen
-
     def frozen_bytes(self) -> dict[Mesh, int]:
         """Returns the bytes of frozen weights on one device of each mesh."""
         sizes = dict.fromkeys(self.placement.meshes, 0)
-        for name, part in self._frozen.items():
+        for name, part in self.frozen.items():
             sizes[self.placement.learner if name == SHARED else self.placement.readers[name].mesh] += (
                 place.device_bytes(part)
             )
         return sizes
 
     @functools.cached_property
-    def _state(self) -> State:
+    def state(self) -> State:
         shapes = self.recipe.abstract().trainable
         trainable = place.place_shapes(shapes, self.recipe.shardings().trainable)
         replicated = NamedSharding(self.placement.learner, P())
@@ -73,7 +66,7 @@ class StepSpec:
         return {"trainable": trainable, "opt_state": opt_state, "step": step}
 
     @functools.cached_property
-    def _frozen(self) -> Tree:
+    def frozen(self) -> Tree:
         return place.place_shapes(self.recipe.abstract().frozen, self.recipe.shardings().frozen)
 
     def batch(self, widths: Tree, accumulation: int) -> Tree:
@@ -92,7 +85,7 @@ class StepSpec:
         return place.put_parts(widths, self.placement, put)
 
     def lower(self, widths: Tree, accumulation: int) -> dict[str, train_step.Part]:
-        return self.step.lower(self.state(), self.frozen(), self.batch(widths, accumulation))
+        return self.step.lower(self.state, self.frozen, self.batch(widths, accumulation))
 
 
 def _place_optimizer_state(opt_state: Tree, trainable: Tree, otherwise: NamedSharding) -> Tree:

@@ -50,7 +50,6 @@ class Costs:
 
     @property
     def flops(self) -> float:
-        """Returns the FLOPs of all products."""
         return sum(one.flops * one.times for one in self.products)
 
 
@@ -77,7 +76,6 @@ class _Sums:
 
 
 def trace(function: Callable[..., Any], *args: Any) -> Costs:
-    """Returns the costs of a function of arrays or their shapes."""
     sums = _Sums(collections.Counter(), [])
     peak = _add(jax.make_jaxpr(function)(*args).jaxpr, 1, sums)
     products = tuple(Product(*key, times) for key, times in sums.products.items())
@@ -154,7 +152,6 @@ def _flatten(jaxpr: Any, inputs: Sequence[_Value]) -> tuple[list[_Equation], lis
 
 
 def _used(equations: Sequence[_Equation], results: Sequence[_Value | None]) -> list[_Equation]:
-    """Returns the equations that the results need."""
     needed, kept = {value for value in results if value}, []
     for one in reversed(equations):
         one.unused = [number for number, value in enumerate(one.outputs) if value not in needed]

@@ -60,11 +60,9 @@ class Fused:
         return self._step(state, frozen, batch)
 
     def evaluate(self, trainable: Tree, frozen: Tree, batch: Tree, key: jax.Array) -> LossTerms:
-        """Returns the loss terms of batch [b ...]: forward pass only."""
         return self._loss(trainable, frozen, batch, key)
 
     def lower(self, state: State, frozen: Tree, batch: Tree) -> dict[str, Part]:
-        """Returns the lowered programs of one step by name, from abstract arrays."""
         return {"step": Part(self._step.lower(state, frozen, batch), self._mesh)}
 
     def lower_evaluation(self, trainable: Tree, frozen: Tree, batch: Tree, key: jax.Array) -> dict[str, Part]:

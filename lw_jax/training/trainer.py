@@ -76,10 +76,7 @@ class Run:
     def micro_batch(self) -> int:
         return self.step_spec.cut(self.accumulation).micro_batch
 
-    # --- preparation
-
     def prepare(self) -> None:
-        """Opens the data, chooses the micro-batch, and initialises or restores the state."""
         with phase("reading and tokenising the data"):
             data_schedule = self.recipe.data_schedule()
         self.reporter.say(*data_schedule.describe())
@@ -142,7 +139,7 @@ class Run:
 
     def _load(self, session: _Session) -> None:
         with phase("looking for a checkpoint, and restoring it"):
-            restored = self.checkpointer.restore(self.step_spec.state()) if self.checkpointer else None
+            restored = self.checkpointer.restore(self.step_spec.state) if self.checkpointer else None
         if restored is None:
             session.frozen = self._initialise(session.frozen)
             session.loader.restore(session.start)
@@ -158,7 +155,7 @@ class Run:
 
     def _initialise(self, frozen: Tree | None) -> Tree:
         weights = self.recipe.build(frozen)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.step_spec.state()["opt_state"])
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.step_spec.state["opt_state"])
         opt_state = jax.jit(self.step_spec.optimizer.init, out_shardings=shardings)(weights.trainable)
         step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(self.placement.learner, P()))
         self.state = {"trainable": weights.trainable, "opt_state": opt_state, "step": step}
@@ -174,8 +171,6 @@ class Run:
             f"{cut.accumulation} accumulated{less}; {trainable:,} trainable parameters; {self.cfg.train.steps:,} steps"
             f"{f'; {padding}' if padding else ''}"
         )
-
-    # --- the loop
 
     def train(self, stop_requested: StopRequested) -> int:
         """Trains to the last step, after `prepare` unless that was called; returns 0 or `runtime.REQUEUE`."""
@@ -269,15 +264,12 @@ class Run:
         if collapse := divergence.find_collapse(step, values, self.cfg, self.recipe):
             say(collapse)
             if self.cfg.train.alarm == "stop":
-                divergence.refuse_collapse(collapse)
+                raise UserError(f"{collapse}. {divergence.REMEDY}")
         if values:
             self.checkpointer.add_score(step, values["loss"])
         return True
 
-    # --- out of memory
-
     def _train_within_memory(self, session: _Session, stop_requested: StopRequested) -> int:
-        """Runs the loop, again with half the micro-batch each time that memory runs out."""
         while True:
             try:
                 with self.reporter.open_logs(session.first, revalidate=session.revalidate):
@@ -287,7 +279,6 @@ class Run:
             self._rewind(session)  # here the error is gone, and with its traceback the arrays of the failed step
 
     def _halve(self, error: OutOfMemory) -> None:
-        """Halves the micro-batch; raises UserError where that is impossible."""
         before = self.micro_batch
         if before == 1 or jax.process_count() > 1:
             single = "it cannot be halved"
@@ -304,7 +295,6 @@ class Run:
         )
 
     def _rewind(self, session: _Session) -> None:
-        """Returns to the last step whose state is still in memory, else to the last checkpoint."""
         step = self._step_in_memory()
         if step is None:
             self._restore_or_initialise(session)

@@ -105,11 +105,7 @@ def read_config(folder: Path) -> Config:
 
 
 def check_sources(folder: Path, cfg: Config) -> None:
-    """Refuses a configuration that still names a folder of the machine that exported, where it is not here.
-
-    Raises:
-      UserError: names the model and the flag that names another place.
-    """
+    """Refuses a configuration that still names a folder of the machine that exported, where it is not here."""
     for name, model in read(folder).models.items():
         source = source_of(cfg, name)
         if model.local and source == model.source and not expand(source).exists():

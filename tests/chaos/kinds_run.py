@@ -380,7 +380,6 @@ def _record_digest(record: dict[str, Any]) -> str:
 
 def _restore(folder: Path) -> Any:
     with Checkpointer(folder / "checkpoints", keep=3, identity=IDENTITY) as checkpointer:
-        checkpointer.steps()
         return checkpointer.restore(jax.device_put(_state(STEPS[-1])))
 
 

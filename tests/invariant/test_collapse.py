@@ -26,7 +26,7 @@ def test_useless_latents_stop_the_run_with_word_and_figures_and_the_checkpoint_s
     with pytest.raises(UserError) as raised:
         tiny.curve(recipe, tmp_path / "run")
     told = str(raised.value)
-    (row,) = [row for row in metrics.read(tmp_path / "run" / "metrics.jsonl") if "validation/loss" in row]
+    (row,) = [row for row in metrics.read_metrics(tmp_path / "run" / "metrics.jsonl") if "validation/loss" in row]
     assert told.startswith("collapse at step 4: ") and row["step"] == 4
     for name in ("llama", "qwen"):
         nll, other = row[f"validation/nll/{name}"], row[f"validation/shuffled/nll/{name}"]
@@ -89,7 +89,7 @@ def test_run_that_learns_is_not_stopped(root, tmp_path):
         eval__batch=5,
     )
     code, losses, _ = tiny.curve(recipe, tmp_path / "run")
-    (row,) = [row for row in metrics.read(tmp_path / "run" / "metrics.jsonl") if "validation/loss" in row]
+    (row,) = [row for row in metrics.read_metrics(tmp_path / "run" / "metrics.jsonl") if "validation/loss" in row]
     gap = row["validation/shuffled/nll/llama"] - row["validation/nll/llama"]
     assert code == 0 and losses[-1] < losses[0]
     assert gap > 2 * curriculum.GAP, "by a margin, or the test says nothing"

@@ -43,6 +43,6 @@ def test_run_moved_through_seven_placements_is_the_unbroken_one(root, tmp_path, 
         assert begun == 0 or f"from step {begun}" in capsys.readouterr().out
         np.testing.assert_allclose(losses, wanted[:end], rtol=LOSS, err_msg=f"steps {begun + 1} to {end} on {where}")
         begun = end
-    rows = [row for row in metrics.read(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row]
+    rows = [row for row in metrics.read_metrics(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=PARAMETERS), trainable, unbroken)

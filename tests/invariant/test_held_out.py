@@ -62,7 +62,7 @@ def rows_of(folder):
     timed = ("seconds", "per_second", "memory", "devices", "device/")
     return [
         {key: value for key, value in row.items() if not any(word in key for word in timed)}
-        for row in metrics.read(folder / "metrics.jsonl")
+        for row in metrics.read_metrics(folder / "metrics.jsonl")
     ]
 
 

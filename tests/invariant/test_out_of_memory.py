@@ -96,7 +96,7 @@ def test_half_the_micro_batch_continues_with_the_same_curve(name, text, alone, t
     how, calls, halvings, taken_up = CASES[name]
     recipe = tiny.make_ttt(text, train__micro_batch=3 if halvings[0][0] == 3 else 0)
     run = train_with(recipe, tmp_path / "run", lambda step: Failing(step, calls, how))
-    rows = [row for row in metrics.read(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row]
+    rows = [row for row in metrics.read_metrics(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["examples"] for row in rows] == [8, 16, 24, 32, 40, 48]
     np.testing.assert_allclose([row["train/loss"] for row in rows], alone[1], rtol=LOSS)

@@ -48,7 +48,7 @@ def run_of(recipe: LatentWire, folder) -> trainer.Run:
 
 
 def series(folder, name: str = "loss") -> list[float]:
-    return [row[f"train/{name}"] for row in metrics.read(folder / "metrics.jsonl")]
+    return [row[f"train/{name}"] for row in metrics.read_metrics(folder / "metrics.jsonl")]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_every_placement_gives_the_curve_and_the_values_of_one_device(name, root
     np.testing.assert_allclose(series(tmp_path / "run"), losses, rtol=LOSS)
     found = jax.device_get(run.state["trainable"])
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=PARAMETERS), found, trainable)
-    ours, theirs = (metrics.read(folder / "metrics.jsonl") for folder in (tmp_path / "run", folder))
+    ours, theirs = (metrics.read_metrics(folder / "metrics.jsonl") for folder in (tmp_path / "run", folder))
     assert len(ours) == len(theirs) == 6
     for row, wanted in zip(ours, theirs, strict=True):
         assert row.keys() == wanted.keys()
@@ -87,7 +87,7 @@ def test_kl_and_a_pretrained_encoder_with_aligned_start_are_the_same_where_reade
     run_of(tiny.make_recipe(root, devices=3, strategy="hybrid3", train__micro_batch=4, **changes), tmp_path / "apart")
     for name in ("loss", "kl/llama", "kl/qwen"):
         np.testing.assert_allclose(series(tmp_path / "apart", name), series(tmp_path / "alone", name), rtol=LOSS)
-    first = metrics.read(tmp_path / "alone" / "metrics.jsonl")[0]
+    first = metrics.read_metrics(tmp_path / "alone" / "metrics.jsonl")[0]
     assert first["train/kl/llama"] > 0 and first["train/kl/qwen"] > 0
     nll = [first[f"train/nll/{name}"] for name in ("llama", "qwen")]
     assert first["train/loss"] > max(nll), "the KL must be part of the objective"
@@ -124,7 +124,7 @@ def test_ffn_that_does_not_divide_is_refused_with_its_path_and_the_sizes_that_do
     recipe = tiny.make_recipe(root, devices=3, model=3, **thirds | {"llms__qwen__source": str(qwen)})
     words = r"llms/qwen: layers/(gate|up|down) \(.*88.*\).*\(88\) does not divide mesh axis model=3.*1, 2, 4, 8, 11"
     with pytest.raises(PlacementError, match=words):
-        trainer.Run(recipe.cfg, recipe, None, None).step_spec.frozen()
+        assert trainer.Run(recipe.cfg, recipe, None, None).step_spec.frozen
 
 
 def test_widths_that_do_not_divide_over_data_are_refused_under_fsdp(root):

@@ -57,7 +57,7 @@ def test_curve_is_that_of_one_device(name, root, alone, tmp_path):
     trainable["embed"] = trainable["embed"][: recipe.model.vocab]
     jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=PARAMETERS), trainable, alone[3])
     ours, theirs = (
-        [row for row in metrics.read(folder / "metrics.jsonl") if "validation/loss" in row]
+        [row for row in metrics.read_metrics(folder / "metrics.jsonl") if "validation/loss" in row]
         for folder in (tmp_path / "run", alone[0])
     )
     assert len(ours) == len(theirs) == 2
@@ -109,7 +109,7 @@ def test_fsdp_keeps_what_is_split_split_through_a_run(root):
 def comparable(folder) -> list[dict]:
     """A run's metrics without what tells the time."""
     timed = ("seconds", "_per_second", "time", "memory", "rate_")
-    rows = metrics.read(folder / "metrics.jsonl")
+    rows = metrics.read_metrics(folder / "metrics.jsonl")
     return [{key: value for key, value in row.items() if not any(word in key for word in timed)} for row in rows]
 
 

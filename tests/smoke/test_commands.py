@@ -74,7 +74,7 @@ def quick_environment(devices: int) -> dict[str, str]:
 
 
 def logged_losses(workdir: Path) -> list[float]:
-    return [row["train/loss"] for row in metrics.read(workdir / "metrics.jsonl") if "train/loss" in row]
+    return [row["train/loss"] for row in metrics.read_metrics(workdir / "metrics.jsonl") if "train/loss" in row]
 
 
 @pytest.fixture(scope="session")

@@ -140,7 +140,7 @@ def test_two_processes_give_the_curve_of_one_device(config_path, readers, tmp_pa
     wanted = curve_of_one(config_path, tmp_path / "one", *changes)
     np.testing.assert_allclose(tiny.logged_losses(tmp_path / "w"), wanted, rtol=LOSS)
     own, one = (
-        [row for row in metrics.read(tmp_path / name / "metrics.jsonl") if "validation/loss" in row]
+        [row for row in metrics.read_metrics(tmp_path / name / "metrics.jsonl") if "validation/loss" in row]
         for name in ("w", "one")
     )
     assert [row["step"] for row in own] == [row["step"] for row in one] == [STEPS]

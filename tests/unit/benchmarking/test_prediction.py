@@ -65,7 +65,7 @@ def test_writing_is_predicted_from_its_own_program(wire, stand_in):
     counted = hlo_counts.analyse(program.as_text())
     seconds = roofline.predict(counted, gpus.parse("h100x2")).total
     assert row.compiled_flops == counted.flops > 0
-    assert row.compiled_bytes == counted.matmul_bytes + counted.traffic_bytes > 0
+    assert row.compiled_bytes == counted.moved_bytes > 0
     assert row.predicted_seconds == seconds and row.samples_per_second == 4 / seconds, "3 texts, and one for the second"
     assert row.flops == workload.encode_flops(wire.recipe)
     # weights and texts of a device, and the latents that it makes

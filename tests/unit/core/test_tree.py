@@ -18,12 +18,8 @@ def make() -> dict:
     }
 
 
-def test_flattened_paths_come_back_as_the_same_tree():
-    flat = tree.flatten_paths(make())
-    assert sorted(flat) == ["count", "layers/bias", "layers/q"]
-    back = tree.unflatten_paths(flat)
-    assert jax.tree.structure(back) == jax.tree.structure(make())
-    np.testing.assert_array_equal(back["layers"]["q"], make()["layers"]["q"])
+def test_flattened_paths_name_every_leaf():
+    assert sorted(tree.flatten_paths(make())) == ["count", "layers/bias", "layers/q"]
 
 
 def test_sizes_count_elements_and_bytes_once_whatever_the_tree_is_of():

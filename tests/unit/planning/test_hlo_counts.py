@@ -106,18 +106,18 @@ def test_loop_of_unknown_length_is_named():
 
 def test_product_reads_operands_and_writes_result():
     found = program(lambda x, w: x @ w, shape(B, D), shape(D, F))
-    assert found.matmul_bytes == F32 * (B * D + D * F + B * F)
+    assert found.moved_bytes == F32 * (B * D + D * F + B * F)
 
 
 def test_elementwise_fusion_reads_once_and_writes_once():
     found = program(lambda x, y: jnp.tanh(x * y + x) * 2, shape(B, D), shape(B, D))
-    assert (found.traffic_bytes, found.flops) == (3 * F32 * B * D, 0)
+    assert (found.moved_bytes, found.flops) == (3 * F32 * B * D, 0)
 
 
 def test_scan_reads_a_layer_a_round_not_the_stack():
     def total(layers):
         found = program(lambda x, w: jax.lax.scan(mlp, x, w)[0], shape(B, D), stack(layers))
-        return found.matmul_bytes + found.traffic_bytes
+        return found.moved_bytes
 
     # Were the whole stack read in each round, the growth of 4 more layers would itself grow.
     assert total(9) - total(5) == total(13) - total(9)
@@ -129,7 +129,7 @@ def test_scan_reads_a_layer_a_round_not_the_stack():
 def test_scan_writes_its_output_a_slice_a_round():
     def total(rounds):
         found = program(lambda x: jax.lax.scan(lambda x, _: (x, jnp.tanh(x)), x, length=rounds)[1], shape(B, D))
-        return found.traffic_bytes
+        return found.moved_bytes
 
     assert total(9) - total(5) == total(13) - total(9)
     assert 2 * F32 * B * D <= (total(9) - total(5)) / 4 <= 5 * F32 * B * D

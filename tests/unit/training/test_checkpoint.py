@@ -72,7 +72,6 @@ def restore(folder: Path, which="latest", *, keep: int = 3, target: dict | None 
 def test_empty_or_absent_folder_restores_nothing(tmp_path):
     with reopen(tmp_path / "absent") as checkpointer:
         assert checkpointer.restore(abstract(make_state())) is None
-        assert checkpointer.steps() == []
     assert not (tmp_path / "absent").exists()
 
 
@@ -102,8 +101,6 @@ def test_buffers_donated_right_after_save_do_not_change_what_is_written(tmp_path
 def test_newest_and_best_are_kept(tmp_path):
     fill(tmp_path, [1, 2, 3, 4, 5], keep=2, nll={1: float("nan"), 2: 1.0, 4: 2.0, 5: 3.0})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "5"]
-    with reopen(tmp_path) as checkpointer:
-        assert checkpointer.steps() == [2, 4, 5]
     best = restore(tmp_path, "best")
     assert (restore(tmp_path).step, best.step) == (5, 2)
     assert_same_bits(best.state, make_state(value=2))
@@ -136,7 +133,7 @@ def test_run_that_forgot_to_restore_overwrites_nothing(tmp_path):
         for step in (4, 5):
             with pytest.raises(UserError, match=f"checkpoint 5.*step {step}"):
                 checkpointer.save(step, make_state(), data={})
-        assert checkpointer.steps() == [5]
+    assert [path.name for path in tmp_path.iterdir()] == ["5"]
 
 
 def chunk(folder: Path) -> Path:
@@ -232,7 +229,7 @@ def test_partial_write_is_never_a_checkpoint_and_goes_with_the_next_save(tmp_pat
     for folder in (partial, tmp_path / "notes", tmp_path / "\u00b2"):  # a digit, not a number
         folder.mkdir()
     with reopen(tmp_path) as checkpointer:
-        assert checkpointer.restore(abstract(make_state())).step == 2 and checkpointer.steps() == [2]
+        assert checkpointer.restore(abstract(make_state())).step == 2
         assert partial.exists()  # reading removes nothing
         checkpointer.save(4, make_state(), data={})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "notes", "\u00b2"]
@@ -331,7 +328,7 @@ def test_full_disk_is_refused_with_folder_and_bytes_and_keeps_earlier_checkpoint
     with reopen(tmp_path) as again:
         assert_same_bits(again.restore(abstract(state)).state, state)
         again.save(2, state, data={}, wait=True)
-        assert again.steps() == [1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
 
 
 def failing(code: int) -> Callable:
@@ -351,7 +348,7 @@ def test_disk_full_at_the_record_leaves_no_checkpoint(tmp_path, monkeypatch):
                 checkpointer.save(3, make_state(value=3), data={}, wait=True)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["2"]
         checkpointer.save(3, make_state(value=3), data={}, wait=True)
-        assert checkpointer.steps() == [2, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
 
 
 @pytest.mark.parametrize(("code", "named"), [(errno.EDQUOT, "quota"), (errno.EROFS, "cannot be written")])

@@ -12,7 +12,7 @@ def write(path, steps, **options):
     log = metrics.MetricsLog(path, **options)
     for step in steps:
         log.write(step, {"train/loss": step / 8})
-    return [row["step"] for row in metrics.read(path)]
+    return [row["step"] for row in metrics.read_metrics(path)]
 
 
 def test_resumed_run_drops_what_it_will_do_again(tmp_path):
@@ -26,7 +26,7 @@ def test_last_line_cut_by_a_crash_is_left_out_and_written_over(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, [1, 2, 3])
     path.write_text(path.read_text()[:-9])
-    assert [row["step"] for row in metrics.read(path)] == [1, 2]
+    assert [row["step"] for row in metrics.read_metrics(path)] == [1, 2]
     assert write(path, [3, 4], resumed_step=2) == [1, 2, 3, 4]
 
 
@@ -38,7 +38,7 @@ def test_damaged_line_is_named_and_skipped_and_the_rest_is_kept(tmp_path, caplog
     write(path, range(1, 6))
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([*lines[:2], line, *lines[3:], b""]))
-    assert [row["step"] for row in metrics.read(path)] == [1, 2, 4, 5]
+    assert [row["step"] for row in metrics.read_metrics(path)] == [1, 2, 4, 5]
     assert f"{path}:3: " in caplog.text
     assert write(path, [5, 6], resumed_step=4) == [1, 2, 4, 5, 6]
     assert len(caplog.records) == 2, "the file is mended by then"
@@ -52,7 +52,7 @@ def test_step_that_is_validated_again_loses_its_validation_alone(tmp_path):
         log.write(step, {"validation/loss": 0.5})
     metrics.MetricsLog(path, resumed_step=2, revalidate=True)
     kept = [(1, "train/loss"), (1, "validation/loss"), (2, "train/loss")]
-    assert [(row["step"], name) for row in metrics.read(path) for name in row if name != "step"] == kept
+    assert [(row["step"], name) for row in metrics.read_metrics(path) for name in row if name != "step"] == kept
 
 
 @pytest.mark.parametrize(("value", "text"), [(float("nan"), "nan"), (float("inf"), "inf"), (-float("inf"), "-inf")])

@@ -277,7 +277,7 @@ def test_run_sends_every_row_of_its_log_over_a_restart(libraries, tmp_path, caps
         assert train.main(cfg, workdir) == REQUEUE
         libraries.down = {"log_batch": OSError}
         assert train.main(cfg, workdir) == 0
-    rows = [(row.pop("step"), row) for row in metrics.read(workdir / "metrics.jsonl")]
+    rows = [(row.pop("step"), row) for row in metrics.read_metrics(workdir / "metrics.jsonl")]
     assert {step for step, _ in rows} == {1, 2, 3, 4, 5, 6} and any("validation/loss" in row for _, row in rows)
     (sent,) = libraries.rows["wandb"].values()
     assert sent == rows
