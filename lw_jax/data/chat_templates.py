@@ -137,20 +137,6 @@ def _leaves(value: Any) -> Iterator[str]:
         yield value if isinstance(value, str) else json.dumps(value)
 
 
-class _Namespace(jinja2.utils.Namespace):
-    """Variables of a template; as in transformers, none may have a private name of Python."""
-
-    def __init__(*args: Any, **named: Any) -> None:
-        self, given = args[0], dict(*args[1:], **named)
-        for name in given:
-            _refuse_private(name)
-        jinja2.utils.Namespace.__init__(self, given)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_private(name)
-        super().__setitem__(name, value)
-
-
 class _Generation(ext.Extension):
     """The block tag by which templates mark replies for training; here only its body is rendered."""
 
@@ -159,11 +145,6 @@ class _Generation(ext.Extension):
     def parse(self, parser: Any) -> nodes.Node | list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _refuse_private(name: Any) -> None:
-    if str(name).startswith("_"):
-        raise jinja2.TemplateRuntimeError(f"a variable {name!r} of a namespace")
 
 
 def _raise(message: str) -> None:
@@ -183,10 +164,5 @@ def _compile(template: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {
-        "raise_exception": _raise,
-        "strftime_now": DATE.strftime,
-        "dict": lambda *args, **named: dict(*args, **named),
-        "namespace": _Namespace,
-    }
+    environment.globals |= {"raise_exception": _raise, "strftime_now": DATE.strftime}
     return environment.from_string(template)

@@ -19,6 +19,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.files import content_hash
 from lw_jax.data import chat_templates
 from lw_jax.hub import tokenizer_files
+from lw_jax.hub.config_json import Kind, read_or_default
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -239,7 +240,7 @@ def load_source_tokenizer(location: Path) -> Tokenizer | BertTokenizer:
     Raises:
         UserError: no `tokenizer.json`, no padding token, or what `load_tokenizer` refuses.
     """
-    if not (location.is_dir() and tokenizer_files.is_bert(location)):
+    if not location.is_dir() or read_or_default(location / "config.json", Kind).model_type != "bert":
         return load_tokenizer(location)
     found = tokenizer_files.load(location)
     fast = found.fast

@@ -4,6 +4,7 @@ Fields that must have one value, and those that are unknown, are `families.refus
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -18,9 +19,10 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """Model class of a config.json."""
+    """Model class of a config.json, and the rows of its embedding table."""
 
     model_type: str | None = None
+    vocab_size: Size | None = None
 
 
 class Rope(msgspec.Struct, frozen=True):
@@ -124,6 +126,14 @@ class Gguf(msgspec.Struct, frozen=True):
     value_length: Size | None = msgspec.field(name="attention.value_length", default=None)
     dimension_count: Size | None = msgspec.field(name="rope.dimension_count", default=None)
     freq_base: Positive | None = msgspec.field(name="rope.freq_base", default=None)
+
+
+def read_or_default(file: Path, kind: type[_T]) -> _T:
+    """Returns a JSON file as `kind`; the kind's defaults where there is no file."""
+    try:
+        return schema.read(file, kind, remedy="fetch the file again")
+    except FileNotFoundError:
+        return kind()
 
 
 def check(fields: Mapping[str, Any], kind: type[_T], where: str) -> _T:
