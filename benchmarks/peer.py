@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import common, variants
 from benchmarks.peer_ours import OTHERS, settle
 from benchmarks.variants import Variant
-from lw_jax.core import command_line
 from lw_jax.core.errors import UserError, leave
 
 PARTS = {"latentwire": ("step", "encode", "answer"), "dpo": ("step",)}
@@ -40,10 +39,7 @@ Told = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Checks, times and prints; 1 where the two sides do not compute the same."""
-    assignments, rest = command_line.take_assignments(list(sys.argv[1:] if argv is None else argv))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="FILE", help="--config.key=value goes with it")
+    parser, assignments, rest = common.parser(__doc__, argv)
     parser.add_argument("--precision", choices=("own", "best"), default="own", help="each side's (default: own)")
     parser.add_argument("--parts", metavar="A,B", help="step, encode, answer (default: step; with best all there are)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side (default: 3)")
@@ -79,7 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def choices(part: str, recipe: str, args: argparse.Namespace) -> list[Variant]:
-    """Returns what is to be timed."""
     if args.precision == "best":
         return variants.of_part(part, recipe)
     return [Variant("ours", "own", "as configured"), Variant("theirs", "own", "as configured", compiled=args.compile)]
@@ -117,7 +112,6 @@ class Sides:
         return self._checked[variant, which]
 
     def turn(self, variant: Variant, part: str, *, warmup: int, steps: int) -> Told:
-        """Returns the seconds of one turn; raises UserError where there are none."""
         own = ["--part", part, "--precision", variant.precision, "--warmup", str(warmup), "--steps", str(steps)]
         own = ["--do", "time", *own] if variant.side == "ours" else [str(self.folder / "full"), *own]
         return self._run(variant, own)
