@@ -157,7 +157,6 @@ def pack(
 
 
 def _make(folder: Path, name: str, found: Iterable[Piece], tokenizer: TextTokenizer) -> None:
-    """Writes the ids, then meta.json, which marks them as complete."""
     dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab <= NARROW else "uint32"
     counts = {"documents": 0, "blank": 0, "bytes": 0, "tokens": 0}
     inside = False

@@ -132,7 +132,6 @@ def _modules() -> list[Path]:
 
 
 def _docstrings(file: Path) -> Iterator[str]:
-    """Yields the documentation strings of a module, its classes and functions in the order of the file."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of another's code
         tree = ast.parse(file.read_bytes(), str(file))

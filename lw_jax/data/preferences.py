@@ -288,6 +288,5 @@ def _fit(pair: Pair, limits: Limits, head: int) -> Pair | str:
 
 
 def _keep_end(prompt: np.ndarray, size: int, head: int) -> np.ndarray:
-    """Returns `size` ids: the first `head` ones and the last."""
     head = min(head, size)
     return np.concatenate([prompt[:head], prompt[len(prompt) - (size - head) :]])

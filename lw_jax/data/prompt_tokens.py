@@ -155,7 +155,6 @@ class ReaderPass:
         return fields
 
     def _tokenize(self, texts: list[str], *, begin: bool = False, limit: int | None = None) -> list[np.ndarray]:
-        """Returns ids as `tokenize` does; with `begin`, those of a whole prompt."""
         ids = tokenize(self.tokenizer, texts, limit=limit)
         return with_begin(self.tokenizer, ids) if begin else ids
 
@@ -320,10 +319,8 @@ def with_begin(tokenizer: ReaderTokenizer, rows: list[np.ndarray]) -> list[np.nd
 
 
 def _count(ids: np.ndarray, text: str, limit: int) -> str:
-    """Describes the number of ids of a text, of which `tokenize` may have read a prefix only."""
     return f"more than {limit} (of {len(text):,} characters)" if _is_cut(text, limit) else f"{len(ids)}"
 
 
 def _is_cut(text: str, limit: int) -> bool:
-    """Returns True where `tokenize` may read a prefix of a text only."""
     return len(text) > WIDEST * (limit + MARGIN)

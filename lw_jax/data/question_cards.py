@@ -167,13 +167,11 @@ def _draw(rng: random.Random, facts: int) -> list[tuple[str, str, str]]:
 
 
 def _draw_profile(rng: random.Random, facts: int) -> list[tuple[str, str, str]]:
-    """Returns (name, attribute, value) facts of one person, each of another attribute, in random order."""
     name = f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
     return [(name, kind, value) for _, kind, value in _draw_pairs(rng, facts)]
 
 
 def _draw_pairs(rng: random.Random, facts: int) -> list[tuple[str, str, str]]:
-    """Returns that many different keys in random order, each with its own value."""
     return [("", key, rng.choice(ATTRIBUTES[key].values)) for key in rng.sample(sorted(ATTRIBUTES), facts)]
 
 

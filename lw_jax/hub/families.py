@@ -304,7 +304,6 @@ _AWQ = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 128, 
 
 
 def _refuse_packing(stated: Packing | None, where: str) -> None:
-    """Refuses stored quantisation of another kind than AWQ as `quant` reads it."""
     stated = stated or Packing()
     for key, value in _AWQ.items():
         had = getattr(stated, key)
@@ -386,7 +385,6 @@ def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
 
 
 def _holds(family: Family, cfg: DecoderConfig) -> bool:
-    """Returns True where a config.json of the family can describe this decoder."""
     same = (
         cfg.norm == family.norm
         and family.biases in (None, cfg.qkv_bias)

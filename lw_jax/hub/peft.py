@@ -226,14 +226,8 @@ def _fuse(modules: dict[str, Matrices], cfg: DecoderConfig) -> dict[str, Matrice
             continue
         nothing = {part: (np.zeros((0, cfg.width), np.float32), np.zeros((sizes[part], 0), np.float32)) for part in own}
         layers = zip(*(modules.get(part, [nothing[part]] * cfg.layers) for part in own), strict=True)
-        out[fused] = [(np.concatenate([a for a, _ in pairs]), _diagonal([b for _, b in pairs])) for pairs in layers]
+        out[fused] = [
+            (np.concatenate([a for a, _ in pairs]), np.asarray(jax.scipy.linalg.block_diag(*(b for _, b in pairs))))
+            for pairs in layers
+        ]
     return out
-
-
-def _diagonal(blocks: list[np.ndarray]) -> np.ndarray:
-    whole = np.zeros((sum(len(b) for b in blocks), sum(b.shape[1] for b in blocks)), np.float32)
-    row, column = 0, 0
-    for block in blocks:
-        whole[row : row + len(block), column : column + block.shape[1]] = block
-        row, column = row + len(block), column + block.shape[1]
-    return whole

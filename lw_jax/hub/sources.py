@@ -173,10 +173,9 @@ class _Note(msgspec.Struct, frozen=True):
 
 
 def _read_note(note: Path) -> _Note | None:
-    """Returns a note of this cache; None for one that is not there or damaged: the file is then hashed again."""
     try:
         return schema.read(note, _Note, remedy="")
-    except (FileNotFoundError, UserError):
+    except (FileNotFoundError, UserError):  # damaged: the file is hashed again
         return None
 
 

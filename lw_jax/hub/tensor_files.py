@@ -143,7 +143,6 @@ def _safetensors_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def _same(single: Path, shards: list[Path]) -> bool:
-    """Returns whether the shards hold the very tensors of the one file."""
     one, other = read_safetensors(single), [read_safetensors(file) for file in shards]
     parts = {name: stored for found in other for name, stored in found.items()}
     return one.keys() == parts.keys() and all(same_values(one[name], parts[name]) for name in one)
@@ -291,7 +290,6 @@ def _decoded(stored: Stored, raw: np.ndarray) -> np.ndarray:
 
 
 def _read(file: BinaryIO, stored: Stored, start: int, out: np.ndarray) -> np.ndarray:
-    """Fills an array with a tensor's bytes from `start` on."""
     file.seek(stored.offset + start)
     rest = out.data
     while len(rest):

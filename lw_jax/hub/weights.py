@@ -205,7 +205,6 @@ def load_ttt(location: Path, *, shardings: Tree | None = None) -> Tree:
 
 
 def _keep(location: Path, cfg: Config, layers: int) -> Config:
-    """Returns the configuration with only the first `layers` layers (0: all)."""
     if not 0 <= layers <= cfg.layers:
         raise UserError(f"{location}: layers={layers}, the model has {cfg.layers}; take 0 (all) to {cfg.layers}")
     return dataclasses.replace(cfg, layers=layers or cfg.layers)
@@ -271,7 +270,6 @@ def _ahead(reads: Sequence[Callable[[], Tree]]) -> Iterator[Tree]:
 
 
 def _stack(layers: Iterator[Tree], leaf: Tree, sharding: Tree | None) -> Tree:
-    """Fills a stacked leaf layer by layer, in place."""
     part = jax.tree.map(_of_a_layer, sharding)
     shapes, tree = jax.tree.flatten(leaf)
     # Functions of the module: JAX compiles them once for leaves of the same shapes, of this model or of the next.
@@ -342,7 +340,6 @@ def _sources(location: Path, cfg: DecoderConfig, *, is_awq: bool) -> dict[Place,
 
 
 def _split(stored: Stored, slots: Mapping[str, families.Slot]) -> Iterator[Stored]:
-    """Yields the parts of a fused tensor: a run of its rows each."""
     names = families.parts(stored.name)
     if len(names) == 1:
         yield stored
@@ -363,7 +360,6 @@ def _split(stored: Stored, slots: Mapping[str, families.Slot]) -> Iterator[Store
 
 
 def _match(location: Path, catalogue: Mapping[str, Stored], slots: Mapping[str, families.Slot]) -> dict[Place, Stored]:
-    """Maps places to stored tensors, after checking that each is there in its shape and as floats."""
     if missing := sorted(slots.keys() - catalogue.keys()):
         raise UserError(f"{location}: tensor {missing[0]} is missing ({len(missing)} in all); fetch the model again")
     for name, slot in slots.items():

@@ -122,7 +122,6 @@ def _add_times(
     summary: dict[str, dict[str, comparison.Row]],
     readers: dict[str, comparison.Row],
 ) -> None:
-    """Adds the time to the first answer token to the rows that have one; one process alone can tell."""
     if jax.process_count() > 1:
         return
     rows, copies = wire.recipe.cfg.eval.rows, wire.recipe.placement.data
@@ -200,7 +199,6 @@ def _check_positions(recipe: LatentWire, encoded: Encoded, options: Eval) -> Non
 
 
 def _make_swaps(recipe: LatentWire, encoded: Encoded) -> swaps.Swaps | None:
-    """Returns the examples with another answer in their texts; None where no row needs them."""
     options = recipe.cfg.eval
     rows = [row for row in options.rows if eval_rows.ROWS[row].swapped]
     if not rows:
@@ -294,7 +292,6 @@ def _say(text: str) -> None:
 
 
 def _fitting(batch: out_of_memory.HalvingBatch, options: Eval, compute: Callable[[Eval], _T]) -> _T:
-    """Returns `compute(options)` with the largest batch that fits in memory."""
     try:
         return batch.run(lambda size: compute(dataclasses.replace(options, batch=size)))
     except out_of_memory.OutOfMemory as error:

@@ -74,7 +74,6 @@ _sum_of_pieces.defvjp(_sum_of_pieces_forward, _sum_of_pieces_backward)
 
 
 def _times(gradients: Tree, of_sum: jax.Array) -> Tree:
-    """Returns gradients of the sum scaled by its incoming gradient."""
     return jax.tree.map(lambda leaf: leaf * of_sum.astype(leaf.dtype), gradients)
 
 
@@ -185,7 +184,6 @@ _summed_nll.defvjp(_summed_nll_forward, _summed_nll_backward)
 def _read_head(
     table: jax.Array, hidden: jax.Array, targets: jax.Array, *, vocab: int = 0, factors: str | None = None
 ) -> Two:
-    """Returns the targets' log-probabilities and the mean logits."""
     # Cast here: the gradients of the chunks are summed in the table's own precision.
     logits = wide_product("btd,vd->btv", hidden, table if factors is None else table.astype(factors))
     if vocab:

@@ -47,7 +47,6 @@ def _margin(logps: LogProbs) -> Each:
 
 
 def _mean_margin(logps: LogProbs) -> Each:
-    """The margin of log-ratios per token."""
     chosen, rejected = _ratios(logps)
     return chosen / jnp.maximum(logps.chosen_tokens, 1.0) - rejected / jnp.maximum(logps.rejected_tokens, 1.0)
 
