@@ -123,29 +123,6 @@ class Sides:
         return common.child(words, seconds=self.args.limit, environment=self.environment)
 
 
-def compare(sides: Sides, part: str, every: Sequence[Variant]) -> Told:
-    """Times all variants of a part once and the best of each side in all rounds; returns rows and ratio."""
-    entries = [Entry(one) for one in every]
-    by_side = {side: [one for one in entries if one.variant.side == side] for side in ("ours", "theirs")}
-    if len(entries) > len(by_side):
-        for entry in entries:
-            print(f"{part}: {entry.variant.side}, {entry.variant.name} ...", file=sys.stderr, flush=True)
-            screen(sides, part, entry)
-    best = {side: one for side, own in by_side.items() if (one := fastest(sides, part, own))}
-    told: Told = {"best": {side: one.variant.name for side, one in best.items()}}
-    if len(best) == len(by_side):
-        rounds: dict[str, list[Told]] = {side: [] for side in best}
-        for number in range(sides.args.rounds):
-            print(f"{part}: round {number + 1} of {sides.args.rounds} ...", file=sys.stderr, flush=True)
-            for side, one in best.items():
-                steps = MORE[part] * sides.args.steps
-                rounds[side].append(sides.turn(one.variant, part, warmup=2, steps=steps))
-        for side, one in best.items():
-            one.turns = rounds[side]
-        told["ratio"] = variants.ratio(rounds)
-    return told | {"rows": [variants.row(one.variant, one.turns, why=one.why, off=one.off) for one in entries]}
-
-
 @dataclasses.dataclass
 class Entry:
     """What is known of a variant: its turns, how far it is from PyTorch in fp32, why it has no turn or cannot count."""
@@ -156,37 +133,58 @@ class Entry:
     why: str = ""
 
 
-def screen(sides: Sides, part: str, entry: Entry) -> None:
-    """Takes one short turn, and checks what need not be compiled for it."""
-    try:
-        entry.turns = [sides.turn(entry.variant, part, warmup=1, steps=2 * MORE[part])]
-        if not entry.variant.compiled:
+def compare(sides: Sides, part: str, every: Sequence[Variant]) -> Told:
+    """Times all variants of a part once and the best of each side in all rounds; returns rows and ratio."""
+    entries, best = [Entry(one) for one in every], {}
+    for side in ("ours", "theirs"):
+        choice = [one for one in entries if one.variant.side == side]
+        chosen = choice[0] if len(choice) == 1 else fastest(sides, part, choice)
+        best |= {side: chosen} if chosen else {}
+    found: Told = {"best": {side: one.variant.name for side, one in best.items()}}
+    if len(best) == 2:
+        rounds: dict[str, list[Told]] = {side: [] for side in best}
+        for number in range(sides.args.rounds):
+            print(f"{part}: round {number + 1} of {sides.args.rounds} ...", file=sys.stderr, flush=True)
+            for side, one in best.items():
+                steps = MORE[part] * sides.args.steps
+                rounds[side].append(sides.turn(one.variant, part, warmup=2, steps=steps))
+        for side, one in best.items():
+            one.turns = rounds[side]
+        found["ratio"] = variants.ratio(rounds)
+    return found | {"rows": [variants.row(one.variant, one.turns, why=one.why, off=one.off) for one in entries]}
+
+
+def fastest(sides: Sides, part: str, entries: Sequence[Entry]) -> Entry | None:
+    """Takes a short turn of each variant; returns the fastest whose results are right, None where no one's are.
+
+    What torch.compile made is checked only where it may be that one.
+    """
+    for entry in entries:
+        print(f"{part}: {entry.variant.side}, {entry.variant.name} ...", file=sys.stderr, flush=True)
+        try:
+            entry.turns = [sides.turn(entry.variant, part, warmup=1, steps=2 * MORE[part])]
+        except UserError as error:
+            entry.why = str(error)
+        if entry.turns and not entry.variant.compiled:
             measure(sides, part, entry)
-    except UserError as error:
-        entry.why = str(error)
+    timed = [one for one in entries if one.turns and one.variant.counted]
+    for entry in sorted(timed, key=lambda one: one.turns[0]["median"]):
+        if entry.variant.compiled:
+            measure(sides, part, entry)
+        if not entry.why:
+            return entry
+    return None
 
 
 def measure(sides: Sides, part: str, entry: Entry) -> None:
     """Compares a variant with PyTorch in fp32, both on stored weights."""
-    found, reference = sides.check(entry.variant, part), sides.check(variants.FP32, part)
+    try:
+        found, reference = sides.check(entry.variant, part), sides.check(variants.FP32, part)
+    except UserError as error:
+        entry.why = str(error)
+        return
     entry.off = variants.differences(part, found, reference)
     entry.why = variants.refusal(entry.off, entry.variant.tolerance) if entry.variant.counted else ""
-
-
-def fastest(sides: Sides, part: str, entries: Sequence[Entry]) -> Entry | None:
-    """Returns the fastest variant whose results are right; None where no variant's are."""
-    if len(entries) == 1:
-        return entries[0]
-    timed = [one for one in entries if one.turns and one.variant.counted]
-    for entry in sorted(timed, key=lambda one: one.turns[0]["median"]):
-        if entry.variant.compiled:
-            try:
-                measure(sides, part, entry)
-            except UserError as error:
-                entry.why = str(error)
-        if not entry.why:
-            return entry
-    return None
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ class Stream(Protocol):
 
     def count_slots(self, indices: Sequence[int], ratio: np.ndarray | None = None) -> np.ndarray:
         """Returns i32[b]: the slots of each example's message at each's source tokens a slot; None: as validated."""
-        del ratio
         return np.zeros(len(indices), np.int32)
 
     def __len__(self) -> int: ...

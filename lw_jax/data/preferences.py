@@ -13,9 +13,10 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.data import example_counts, prompt_tokens
-from lw_jax.data.batches import MULTIPLE, Batch, Lookup
+from lw_jax.data.batches import MULTIPLE, Batch
 from lw_jax.data.data_schedule import Stream
 from lw_jax.data.example_counts import DropCounts
+from lw_jax.data.frozen_cache import CachedRows
 from lw_jax.data.pair_texts import Writer, Written
 from lw_jax.data.pairs import Preference, shared
 from lw_jax.data.tokens import Tokenizer
@@ -71,7 +72,7 @@ class Preferences(Stream):
     length: int  # static, of every row
     bucket: tuple[int, int] = (1, 1)  # which of how many
     training: bool = False  # in every batch: dropout is for training only
-    reference: Lookup | None = None  # what a frozen model gives each pair: "reference" f32[b 2]
+    reference: CachedRows | None = None  # what a frozen model gives each pair: "reference" f32[b 2]
     task: str = "preference"
 
     def __len__(self) -> int:
@@ -88,7 +89,6 @@ class Preferences(Stream):
 
         With them training f32[b], 0 or 1, and, where it is kept, reference f32[b 2].
         """
-        del channel
         shape = (len(indices), 2, self.length)
         ids, mask, completion = np.full(shape, self.pad, np.int32), np.zeros(shape, bool), np.zeros(shape, bool)
         for row, index in enumerate(indices):

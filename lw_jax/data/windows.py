@@ -32,7 +32,6 @@ class Windows(Stream):
 
     def collate(self, indices: Sequence[int], *, channel: np.ndarray | None = None) -> Batch:
         """Returns ids i32[b L+1], weights f32[b 1], rate f32[b], task, the extra fields, and index i32[b]."""
-        del channel
         starts = [self.span.start + index * self.length for index in indices]
         if starts and not 0 <= min(indices) <= max(indices) < len(self):
             raise IndexError(f"windows {list(indices)} of {len(self)}")

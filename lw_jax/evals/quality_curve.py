@@ -33,6 +33,7 @@ from lw_jax.evals.statistics import Bootstrap
 from lw_jax.models import codec
 
 ROW = "latents"
+SIZE = ("slots", "width", "bits", "ratio")  # of a message
 
 
 def sweep(
@@ -125,21 +126,14 @@ def table(curve: Curve) -> str:
     sizes = {"slots": 7, "width": 7, "bits": 6, "payload": 9, "framed": 8}
     heads = [f"{name} {curve.quality}" for name in readers]
     lines = ["".join(f"{name:>{size}}" for name, size in sizes.items()) + "".join(f"{head:>18}" for head in heads)]
-    for (slots, width, bits, _), points in _by_size(curve.points).items():
+    for _, group in itertools.groupby(curve.points, lambda point: [point.get(name) for name in SIZE]):
+        points: list[Any] = list(group)  # of all readers
         first = points[0]
-        numbers = (slots, width, bits, first["payload_bytes"], round(first["framed_bytes"]))
+        numbers = (first["slots"], first["width"], first["bits"], first["payload_bytes"], round(first["framed_bytes"]))
         line = "".join(f"{number:>{size}}" for number, size in zip(numbers, sizes.values(), strict=True))
         lines.append(line + "".join(f"{point[curve.quality]:>18.3f}" for point in points))
     text = ", ".join(f"{name} {size:.0f}" for name, size in curve.text_bytes.items())
     return "\n".join([*lines, f"the same {curve.examples} contexts as text, mean bytes: {text}"])
-
-
-def _by_size(points: Sequence[Any]) -> dict[tuple, list[Any]]:
-    found: dict[tuple, list[Any]] = {}
-    for point in points:
-        size = (point["slots"], point["width"], point["bits"], point.get("ratio", 0))
-        found.setdefault(size, []).append(point)
-    return found
 
 
 def _send(

@@ -144,9 +144,3 @@ def check(fields: Mapping[str, Any], kind: type[_T], where: str) -> _T:
 def is_stated(value: Any) -> bool:
     """Returns whether a field's value differs from an absent one's: null, false and empty say nothing."""
     return value is not None and value is not False and value not in ("", [], {})
-
-
-def shorten(value: Any) -> str:
-    """Returns a value for a message, at most 80 characters of it."""
-    shown = repr(value)
-    return shown if len(shown) <= 80 else f"{shown[:80]}..."

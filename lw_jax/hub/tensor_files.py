@@ -171,8 +171,6 @@ def read_safetensors(file: Path) -> dict[str, Stored]:
     table.pop("__metadata__", None)
     out = {}
     for name, entry in table.items():
-        if not name.isprintable():
-            raise UserError(f"{file}: tensor {name!r:.80}: a name of printable characters is needed; {_FETCH}")
         begin, end = entry["data_offsets"]
         out[name] = Stored(file, name, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin)
     return out

@@ -66,7 +66,6 @@ def _sum_of_pieces_forward(
 
 
 def _sum_of_pieces_backward(measure: Callable, pieces: int, gradient: Tree, of: LossTerms) -> tuple[None, Tree, None]:
-    del measure, pieces
     return None, _times(gradient, of.sum), None
 
 
@@ -119,7 +118,6 @@ def _token_logp_forward(chunk: int, hidden: jax.Array, table: jax.Array, targets
 
 
 def _token_logp_backward(chunk: int, gradients: jax.Array, of: Two) -> tuple[jax.Array, None, None]:
-    del chunk
     return (gradients.astype(jnp.float32) * of[0][:, :, None]).astype(gradients.dtype), None, None
 
 
@@ -174,7 +172,6 @@ def _summed_nll_forward(
 def _summed_nll_backward(
     chunk: int, read: Callable, gradients: Two, of: Two
 ) -> tuple[jax.Array, jax.Array, None, None]:
-    del chunk, read
     return *_times(gradients, of[0]), None, None
 
 

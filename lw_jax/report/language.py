@@ -10,7 +10,7 @@ from typing import Any
 from lw_jax.report import series
 from lw_jax.report.figures import Panel
 from lw_jax.report.records import Run, to_number
-from lw_jax.report.tables import Table, Verdict
+from lw_jax.report.tables import Table, Verdict, number
 
 SECTIONS = {
     "positions": "Perplexity by position",
@@ -65,8 +65,8 @@ def verdict(run: Run) -> Verdict:
     row = rows[-1]
     loss = to_number(row["validation/loss"])
     baselines = {name: to_number(row.get(f"validation/nll/{name}")) for name in BASELINES}
-    text = f"step {row['step']:,}: held-out loss {number(loss, 3)} nats a token, perplexity {perplexity(loss)}"
-    text += "; baselines: " + ", ".join(f"{name} {number(value, 3)}" for name, value in baselines.items())
+    text = f"step {row['step']:,}: held-out loss {number(loss, digits=3)} nats a token, perplexity {perplexity(loss)}"
+    text += "; baselines: " + ", ".join(f"{name} {number(value, digits=3)}" for name, value in baselines.items())
     known = [value for value in baselines.values() if math.isfinite(value)]
     if not math.isfinite(loss) or not known:
         return Verdict("none", text)
@@ -107,7 +107,9 @@ def positions(run: Run) -> tuple[int, list[Span]]:
 
 
 def by_position(found: Sequence[Span]) -> Table:
-    rows = [(one.name, str(one.last - one.first + 1), number(one.loss, 3), perplexity(one.loss)) for one in found]
+    rows = [
+        (one.name, str(one.last - one.first + 1), number(one.loss, digits=3), perplexity(one.loss)) for one in found
+    ]
     return Table(("positions", "count", "nats a token", "perplexity"), rows)
 
 
@@ -170,13 +172,8 @@ def device_count(run: Run) -> int:
     return int(run.hardware.get("devices", 0)) or len({row["device"] for row in run.devices})
 
 
-def number(value: float, digits: int) -> str:
-    """Returns a formatted number; "unknown" where it is not finite."""
-    return f"{value:,.{digits}f}" if math.isfinite(value) else "unknown"
-
-
 def perplexity(loss: float) -> str:
-    return number(math.exp(loss), 2) if loss < 100 else "unknown"
+    return number(math.exp(loss), digits=2) if loss < 100 else "unknown"
 
 
 def size(count: float | None) -> str:
@@ -208,5 +205,10 @@ def _spread(values: Iterable[float], digits: int) -> tuple[str, str, str, str]:
     if not ordered:
         return "unknown", "", "", "0"
     low, middle, high = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
-    span = f"{number(ordered[0], digits)} .. {number(ordered[-1], digits)}"
-    return number(middle, digits), f"{number(low, digits)} .. {number(high, digits)}", span, str(len(ordered))
+    span = f"{number(ordered[0], digits=digits)} .. {number(ordered[-1], digits=digits)}"
+    return (
+        number(middle, digits=digits),
+        f"{number(low, digits=digits)} .. {number(high, digits=digits)}",
+        span,
+        str(len(ordered)),
+    )
