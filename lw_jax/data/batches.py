@@ -4,7 +4,6 @@ The only module that shifts labels. An answer is in `answer_inputs`, `targets` a
 """
 
 import dataclasses
-import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,10 +13,11 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.eval_rows import PROMPT_FIELDS
+from lw_jax.core.files import content_hash
 from lw_jax.core.types import EXACT, Example, Task
 from lw_jax.data import example_counts
 from lw_jax.data.example_counts import REASONS, DropCounts
-from lw_jax.data.frozen_cache import CachedRows
+from lw_jax.data.frozen_cache import CachedRows, key_of
 from lw_jax.data.prompt_tokens import Layout, ReaderPass, count_slots, read_source
 
 _log = logging.getLogger(__name__)
@@ -117,15 +117,10 @@ class Encoded:
         return bare
 
     def digest(self) -> str:
-        digest = hashlib.blake2b(self.task.encode(), digest_size=16)
-        fields = {"source": self.source}
-        for name, one in self.readers.items():
-            fields |= {f"{name}/{key}": field for key, field in one.items()}
-        for name, field in sorted(fields.items()):
-            digest.update(f"{name}:{field.width}:{len(field.ids)}".encode())
-            for ids in field.ids:
-                digest.update(len(ids).to_bytes(8, "little") + ids.tobytes())
-        return digest.hexdigest()
+        fields = {f"{name}/{key}": field for name, one in self.readers.items() for key, field in one.items()}
+        fields["source"] = self.source
+        content = {name: [field.width, key_of(*field.ids).hex()] for name, field in fields.items()}
+        return content_hash([self.task, content])
 
     def shuffled(self) -> "Encoded":
         """Returns the same examples, each with the text of the next example of another context."""

@@ -151,18 +151,12 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    # As transformers: jinja's own escapes what HTML would need.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 @functools.lru_cache(maxsize=8)
 def _compile(template: str) -> jinja2.Template:
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    # As transformers: jinja's own escapes what HTML would need.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals |= {"raise_exception": _raise, "strftime_now": DATE.strftime}
     return environment.from_string(template)

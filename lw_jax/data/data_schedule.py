@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -11,6 +10,7 @@ import jax
 import numpy as np
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import content_hash
 from lw_jax.core.types import EXACT, Frozen, Tree
 from lw_jax.data.batches import Batch
 
@@ -149,7 +149,7 @@ class DataSchedule:
 
 
 def digest_of(streams: Sequence[Stream]) -> str:
-    return hashlib.blake2b("\n".join(one.digest() for one in streams).encode(), digest_size=16).hexdigest()
+    return content_hash([one.digest() for one in streams])
 
 
 def refuse_small(data_schedule: DataSchedule, global_batch: int) -> None:

@@ -5,18 +5,18 @@ its own token: the loss shifts by one.
 """
 
 import dataclasses
-import hashlib
 import logging
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import content_hash
 from lw_jax.data import example_counts, prompt_tokens
 from lw_jax.data.batches import MULTIPLE, Batch
 from lw_jax.data.data_schedule import Stream
 from lw_jax.data.example_counts import DropCounts
-from lw_jax.data.frozen_cache import CachedRows
+from lw_jax.data.frozen_cache import CachedRows, key_of
 from lw_jax.data.pair_texts import Writer, Written
 from lw_jax.data.pairs import Preference, shared
 from lw_jax.data.tokens import Tokenizer
@@ -114,11 +114,8 @@ class Preferences(Stream):
         return batch
 
     def digest(self) -> str:
-        digest = hashlib.blake2b(f"{self.length}:{len(self)}".encode(), digest_size=16)
-        for pair in self.pairs:
-            for ids in (pair.prompt, pair.chosen, pair.rejected):
-                digest.update(len(ids).to_bytes(8, "little") + np.asarray(ids, np.int32).tobytes())
-        return digest.hexdigest()
+        ids = (each for pair in self.pairs for each in (pair.prompt, pair.chosen, pair.rejected))
+        return content_hash([self.length, key_of(*ids).hex()])
 
     def describe(self) -> list[str]:
         """Returns report lines: pairs used, dropped and cut, then lengths and the share of padding."""

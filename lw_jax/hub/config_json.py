@@ -136,6 +136,12 @@ def read_or_default(file: Path, kind: type[_T]) -> _T:
         return kind()
 
 
+def names(kind: type[msgspec.Struct], *, required: bool = False) -> frozenset[str]:
+    """Returns the fields of a type as files spell them; those alone that a file must have, where `required`."""
+    found = msgspec.structs.fields(kind)
+    return frozenset(field.encode_name for field in found if field.required or not required)
+
+
 def check(fields: Mapping[str, Any], kind: type[_T], where: str) -> _T:
     """Returns the fields as `kind`; raises UserError that names file, field, value and rule."""
     return schema.convert(dict(fields), kind, where=where, remedy="correct the field, or fetch the file again")

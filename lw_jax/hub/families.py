@@ -22,17 +22,9 @@ from lw_jax.models.rotary import LongRope
 Fields = Mapping[str, Any]
 
 # Without these a default of transformers would silently replace the model's own size.
-_REQUIRED = {
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "max_position_embeddings",
-}
+_REQUIRED = stated_fields.names(stated_fields.Decoder, required=True)
 _HANDLED = _REQUIRED | {
     "is_decoder",  # every one is
-    "model_type",
     "num_key_value_heads",
     "head_dim",
     "tie_word_embeddings",
