@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import grain
 import jax
@@ -87,9 +87,10 @@ class DataSchedule:
 
     phases: tuple[Phase, ...]
 
-    @staticmethod
-    def of(encoded: Stream) -> "DataSchedule":
-        return DataSchedule((Phase(1, ((encoded, 1.0),)),))
+    @classmethod
+    def of(cls, encoded: Stream, **settings: Any) -> Self:
+        """Returns the schedule of one stream without end; `settings` are a subclass's."""
+        return cls((Phase(1, ((encoded, 1.0),)),), **settings)
 
     @functools.cached_property
     def streams(self) -> list[Stream]:

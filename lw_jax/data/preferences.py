@@ -23,7 +23,6 @@ from lw_jax.data.tokens import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-TRUNCATIONS = ("drop", "keep_start", "keep_end")
 _REASONS = {
     "max_prompt": "dropped: the prompt is longer than max_prompt",
     "prompt": "dropped: the prompt alone fills max_length",
@@ -146,7 +145,6 @@ def encode(
     `template` is "plain" (strings as they are, one EOS behind a reply) or "chat" (the tokenizer's own template, a reply
     ends with its turn's terminator). Raises UserError where no pair is left, and for rows that do not fit the template.
     """
-    _check(limits, template)
     writer = Writer(tokenizer, template == "chat")
     # Where a prompt is cut, its end or what follows it is still read.
     cuts = limits.truncation == "keep_end" or (limits.truncation == "keep_start" and limits.max_prompt)
@@ -189,16 +187,6 @@ def part(whole: Preferences, buckets: int) -> list[Preferences]:
 
 def _width(pairs: Iterable[Pair]) -> int:
     return -(-max(pair.length for pair in pairs) // MULTIPLE) * MULTIPLE
-
-
-def _check(limits: Limits, template: str) -> None:
-    if template not in ("plain", "chat"):
-        raise UserError(f'template={template!r} must be "plain" or "chat"')
-    if limits.truncation not in TRUNCATIONS:
-        raise UserError(f"truncation={limits.truncation!r} must be one of {', '.join(TRUNCATIONS)}")
-    for named, value, least in (("max_length", limits.max_length, 2), ("max_prompt", limits.max_prompt, 0)):
-        if value < least:
-            raise UserError(f"{named}={value} must be at least {least}")
 
 
 def _tokenize(written: Sequence[Written], tokenizer: Tokenizer, limit: int | None) -> list[tuple[Pair, bool]]:

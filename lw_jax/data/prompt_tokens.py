@@ -233,16 +233,9 @@ class ReaderPass:
 
 def make_frame(name: str, reader: Reader, prompt: config.Prompt) -> Frame:
     """Returns a reader's prompt text around context and question, by its template."""
-    rule = f"config.prompt.user={prompt.user!r} must hold {{context}} once and, after it, {{question}} once"
-    try:
-        parts = config.split_prompt(prompt.user)
-    except ValueError as error:
-        raise UserError(f"{rule} ({error})") from error
-    if parts is None:
-        raise UserError(rule)
+    parts = config.split_prompt(prompt.user)
+    assert parts is not None, "as `core.validation` wants it"
     user = parts[0] + _CONTEXT + parts[1] + _QUESTION + parts[2]
-    if reader.template not in ("plain", "chat"):
-        raise UserError(f'config.llms.{name}.template={reader.template!r} must be "plain" or "chat"')
     chat = reader.template == "chat"
     text = (reader.tokenizer.render_chat(user, system=prompt.system) if chat else user) + prompt.anchor
     if text.count(_CONTEXT) != 1 or text.count(_QUESTION) != 1 or text.index(_CONTEXT) > text.index(_QUESTION):

@@ -106,7 +106,7 @@ def describe_bert(location: Path) -> BertConfig:
 
 def is_ttt(location: Path) -> bool:
     """Returns True where a folder's config.json names a Test-Time-Training model."""
-    return read_or_default(location / "config.json", Kind).model_type == ttt_family.MODEL_TYPE
+    return location.is_dir() and read_or_default(location / "config.json", Kind).model_type == ttt_family.MODEL_TYPE
 
 
 def describe_ttt(location: Path) -> TTTConfig:
