@@ -1,31 +1,38 @@
-"""What the scripts of this folder share: their configuration, their lists of numbers, their children."""
+"""What the scripts of this folder share: their flags, their configuration, their tables, their children."""
 
+import argparse
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lw_jax.core import config_file
+from lw_jax.core import command_line, config_file
 from lw_jax.core.config import Config, build
 from lw_jax.core.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def parser(doc: str | None, argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, dict[str, str], list[str]]:
+    """Returns a parser with --config, the assignments of a command line, and its other words."""
+    assignments, words = command_line.take_assignments(list(sys.argv[1:] if argv is None else argv))
+    found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--config", required=True, metavar="FILE", help="--config.key=value goes with it")
+    return found, assignments, words
+
+
 def load(spec: str, assignments: Mapping[str, str]) -> Config:
-    """Returns a configuration file with the values of the command line."""
     values = config_file.load(spec, root=ROOT)
     config_file.override(values, assignments)
     return build(values)
 
 
 def flags(assignments: Mapping[str, Any]) -> list[str]:
-    """Returns the words of a command line that set these values."""
     return [f"--config.{path}={value}" for path, value in assignments.items()]
 
 
@@ -35,6 +42,25 @@ def numbers(text: str) -> tuple[int, ...]:
     if min(found) < 1:
         raise ValueError
     return found
+
+
+def number(value: float | None, form: str, scale: float = 1) -> str:
+    """Returns a number, or "-" where there is none."""
+    return "-" if value is None else format(value * scale, form)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a Markdown table with aligned columns; columns without words stand to the right."""
+    lines = [tuple(head), *map(tuple, rows)]
+    columns = list(zip(*lines, strict=True))
+    ends = ["<" if any(re.search("[a-wyzA-Z]", cell) for cell in column[1:]) else ">" for column in columns]
+    widths = [max(3, *map(len, column)) for column in columns]
+    shown = [
+        " | ".join(f"{cell:{end}{width}}" for cell, end, width in zip(line, ends, widths, strict=True))
+        for line in lines
+    ]
+    rule = "|".join("-" * (width + 1) + ("-" if end == "<" else ":") for end, width in zip(ends, widths, strict=True))
+    return "\n".join([f"| {shown[0]} |", f"|{rule}|", *(f"| {line} |" for line in shown[1:])])
 
 
 def child(

@@ -43,26 +43,27 @@ class Case:
     values: str
     small_config: str
     small_values: str
-    words: str = ""
+    words: str = "--parts step"
 
 
 CASES = (
-    Case("wire step, kept", "bench", "large.py", KEPT, "smoke.py", TINY, "--parts step"),
-    Case("wire step, w8a8", "bench", "large.py", f"{KEPT} {W8A8}", "smoke.py", f"{TINY} {W8A8}", "--parts step"),
+    Case("wire step, kept", "bench", "large.py", KEPT, "smoke.py", TINY),
+    Case("wire step, w8a8", "bench", "large.py", f"{KEPT} {W8A8}", "smoke.py", f"{TINY} {W8A8}"),
     Case("wire step, peer", "peer", "large.py", KEPT, "smoke.py", TINY),
     Case("answers", "bench", "large.py", WIRE, "smoke.py", TINY, "--parts encode,answer"),
     Case(
         "answers, unstacked", "bench", "large.py", f"{WIRE} eval.layers=unstacked", "smoke.py", TINY, "--parts answer"
     ),
-    Case("wire step, recomputed", "bench", "large.py", RECOMPUTED, "smoke.py", f"{TINY} {FULL}", "--parts step"),
-    Case("TTT step", "bench", "ttt/ttt_125m.py", "train.global_batch=256", "ttt/ttt_smoke.py", "", "--parts step"),
-    Case("DPO step", "bench", "dpo/llama3.py", "train.global_batch=4", "dpo/smollm2.py", TINY_DPO, "--parts step"),
-    Case("load", "load", "default.py", "llms.llama.weights=bf16", "default.py", "llms.llama.weights=bf16"),
+    Case("wire step, recomputed", "bench", "large.py", RECOMPUTED, "smoke.py", f"{TINY} {FULL}"),
+    Case("TTT step", "bench", "ttt/ttt_125m.py", "train.global_batch=256", "ttt/ttt_smoke.py", ""),
+    Case("DPO step", "bench", "dpo/llama3.py", "train.global_batch=4", "dpo/smollm2.py", TINY_DPO),
+    Case(
+        "load", "load", "default.py", "llms.llama.weights=bf16", "default.py", "llms.llama.weights=bf16", "--parts load"
+    ),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the cases and writes the file after each; 1 where one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--small", action="store_true", help="tiny models: that nothing rots")
@@ -79,7 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{case.name} ...", file=sys.stderr, flush=True)
             found[case.name] = run(case, small=args.small)
         args.out.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
-        print(line(case.name, found[case.name]), flush=True)
     return int(any("code" in one for one in found.values()))
 
 
@@ -95,7 +95,7 @@ def run(case: Case, *, small: bool) -> dict[str, Any]:
         else:
             if case.script == "load":
                 source = write_model(place / "model", small=small)
-                own += [f"--config.llms.llama.source={source}", "--config.llms.llama.sha256=", "--parts", "load"]
+                own += [f"--config.llms.llama.source={source}", "--config.llms.llama.sha256="]
             command = ["run.py", "bench", *own, *case.words.split(), "--workdir", folder]
         begun = time.monotonic()
         code = subprocess.run([sys.executable, *command], cwd=common.ROOT, stdout=sys.stderr, check=False).returncode
@@ -115,22 +115,6 @@ def write_model(folder: Path, *, small: bool) -> Path:
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), decoder.abstract(shapes, "bfloat16"))
     weights.save(folder, zeros, shapes, model_type="llama")
     return folder
-
-
-def line(name: str, found: dict[str, Any]) -> str:
-    """Returns a case's figures for people."""
-    if "left_out" in found or "code" in found:
-        return f"{name}: " + (found.get("left_out") or f"failed with code {found['code']}")
-    if "theirs_over_ours_best" in found:
-        return f"{name}: theirs / ours {found['theirs_over_ours_best']['step']:.2f}"
-    rows = [row for row in found["rows"] if row["seconds"]]
-    told = [f"{row['subject']} {row['seconds']['median']:.4f} s" + _share(row) for row in rows]
-    return f"{name}: " + ", ".join(told)
-
-
-def _share(row: dict[str, Any]) -> str:
-    share = row["of_matmul"] if row["of_matmul"] is not None else row["of_bandwidth"]
-    return "" if share is None else f" ({share:.0%} of the ceiling)"
 
 
 if __name__ == "__main__":

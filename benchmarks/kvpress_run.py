@@ -17,7 +17,6 @@ import transformers
 
 
 def main() -> int:
-    """Prints a line for each press, ratio and question as it comes."""
     case = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     words = {"dtype": getattr(torch, case["dtype"]), "attn_implementation": "sdpa"}
     found: Any = transformers.AutoModelForCausalLM.from_pretrained(case["folder"], gguf_file=case["gguf"], **words)
@@ -83,7 +82,6 @@ def answer(model: Any, press: Any, question: dict[str, list[int]], case: dict[st
 
 
 def generate(model: Any, cache: Any, after: Any, length: int, case: dict[str, Any]) -> list[int]:
-    """Returns the likeliest ids until a stop."""
     found, ids, place = [], after, length
     for _ in range(case["max_new_tokens"]):
         token = int(forward(model, cache, ids, place)[0, -1].argmax())
@@ -101,7 +99,6 @@ def forward(model: Any, cache: Any, ids: Any, place: int) -> Any:
 
 
 def cut(cache: Any, sizes: list[int]) -> None:
-    """Removes what was read behind the text."""
     for layer, size in zip(cache.layers, sizes, strict=True):
         layer.keys, layer.values = layer.keys[:, :, :size], layer.values[:, :, :size]
 

@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import common, variants
 from benchmarks.peer_ours import OTHERS, settle
 from benchmarks.variants import Variant
-from lw_jax.core import command_line
 from lw_jax.core.errors import UserError, leave
 
 PARTS = {"latentwire": ("step", "encode", "answer"), "dpo": ("step",)}
@@ -40,10 +39,7 @@ Told = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Checks, times and prints; 1 where the two sides do not compute the same."""
-    assignments, rest = command_line.take_assignments(list(sys.argv[1:] if argv is None else argv))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="FILE", help="--config.key=value goes with it")
+    parser, assignments, rest = common.parser(__doc__, argv)
     parser.add_argument("--precision", choices=("own", "best"), default="own", help="each side's (default: own)")
     parser.add_argument("--parts", metavar="A,B", help="step, encode, answer (default: step; with best all there are)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side (default: 3)")
@@ -79,7 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def choices(part: str, recipe: str, args: argparse.Namespace) -> list[Variant]:
-    """Returns what is to be timed."""
     if args.precision == "best":
         return variants.of_part(part, recipe)
     return [Variant("ours", "own", "as configured"), Variant("theirs", "own", "as configured", compiled=args.compile)]
@@ -117,7 +112,6 @@ class Sides:
         return self._checked[variant, which]
 
     def turn(self, variant: Variant, part: str, *, warmup: int, steps: int) -> Told:
-        """Returns the seconds of one turn; raises UserError where there are none."""
         own = ["--part", part, "--precision", variant.precision, "--warmup", str(warmup), "--steps", str(steps)]
         own = ["--do", "time", *own] if variant.side == "ours" else [str(self.folder / "full"), *own]
         return self._run(variant, own)
@@ -127,29 +121,6 @@ class Sides:
         if variant.side == "theirs":
             words += ["--device", self.machine["device"], *(["--compile"] if variant.compiled else [])]
         return common.child(words, seconds=self.args.limit, environment=self.environment)
-
-
-def compare(sides: Sides, part: str, every: Sequence[Variant]) -> Told:
-    """Times all variants of a part once and the best of each side in all rounds; returns rows and ratio."""
-    entries = [Entry(one) for one in every]
-    by_side = {side: [one for one in entries if one.variant.side == side] for side in ("ours", "theirs")}
-    if len(entries) > len(by_side):
-        for entry in entries:
-            print(f"{part}: {entry.variant.side}, {entry.variant.name} ...", file=sys.stderr, flush=True)
-            screen(sides, part, entry)
-    best = {side: one for side, own in by_side.items() if (one := fastest(sides, part, own))}
-    told: Told = {"best": {side: one.variant.name for side, one in best.items()}}
-    if len(best) == len(by_side):
-        rounds: dict[str, list[Told]] = {side: [] for side in best}
-        for number in range(sides.args.rounds):
-            print(f"{part}: round {number + 1} of {sides.args.rounds} ...", file=sys.stderr, flush=True)
-            for side, one in best.items():
-                steps = MORE[part] * sides.args.steps
-                rounds[side].append(sides.turn(one.variant, part, warmup=2, steps=steps))
-        for side, one in best.items():
-            one.turns = rounds[side]
-        told["ratio"] = variants.ratio(rounds)
-    return told | {"rows": [variants.row(one.variant, one.turns, why=one.why, off=one.off) for one in entries]}
 
 
 @dataclasses.dataclass
@@ -162,37 +133,58 @@ class Entry:
     why: str = ""
 
 
-def screen(sides: Sides, part: str, entry: Entry) -> None:
-    """Takes one short turn, and checks what need not be compiled for it."""
-    try:
-        entry.turns = [sides.turn(entry.variant, part, warmup=1, steps=2 * MORE[part])]
-        if not entry.variant.compiled:
+def compare(sides: Sides, part: str, every: Sequence[Variant]) -> Told:
+    """Times all variants of a part once and the best of each side in all rounds; returns rows and ratio."""
+    entries, best = [Entry(one) for one in every], {}
+    for side in ("ours", "theirs"):
+        choice = [one for one in entries if one.variant.side == side]
+        chosen = choice[0] if len(choice) == 1 else fastest(sides, part, choice)
+        best |= {side: chosen} if chosen else {}
+    found: Told = {"best": {side: one.variant.name for side, one in best.items()}}
+    if len(best) == 2:
+        rounds: dict[str, list[Told]] = {side: [] for side in best}
+        for number in range(sides.args.rounds):
+            print(f"{part}: round {number + 1} of {sides.args.rounds} ...", file=sys.stderr, flush=True)
+            for side, one in best.items():
+                steps = MORE[part] * sides.args.steps
+                rounds[side].append(sides.turn(one.variant, part, warmup=2, steps=steps))
+        for side, one in best.items():
+            one.turns = rounds[side]
+        found["ratio"] = variants.ratio(rounds)
+    return found | {"rows": [variants.row(one.variant, one.turns, why=one.why, off=one.off) for one in entries]}
+
+
+def fastest(sides: Sides, part: str, entries: Sequence[Entry]) -> Entry | None:
+    """Takes a short turn of each variant; returns the fastest whose results are right, None where no one's are.
+
+    What torch.compile made is checked only where it may be that one.
+    """
+    for entry in entries:
+        print(f"{part}: {entry.variant.side}, {entry.variant.name} ...", file=sys.stderr, flush=True)
+        try:
+            entry.turns = [sides.turn(entry.variant, part, warmup=1, steps=2 * MORE[part])]
+        except UserError as error:
+            entry.why = str(error)
+        if entry.turns and not entry.variant.compiled:
             measure(sides, part, entry)
-    except UserError as error:
-        entry.why = str(error)
+    timed = [one for one in entries if one.turns and one.variant.counted]
+    for entry in sorted(timed, key=lambda one: one.turns[0]["median"]):
+        if entry.variant.compiled:
+            measure(sides, part, entry)
+        if not entry.why:
+            return entry
+    return None
 
 
 def measure(sides: Sides, part: str, entry: Entry) -> None:
     """Compares a variant with PyTorch in fp32, both on stored weights."""
-    found, reference = sides.check(entry.variant, part), sides.check(variants.FP32, part)
+    try:
+        found, reference = sides.check(entry.variant, part), sides.check(variants.FP32, part)
+    except UserError as error:
+        entry.why = str(error)
+        return
     entry.off = variants.differences(part, found, reference)
     entry.why = variants.refusal(entry.off, entry.variant.tolerance) if entry.variant.counted else ""
-
-
-def fastest(sides: Sides, part: str, entries: Sequence[Entry]) -> Entry | None:
-    """Returns the fastest variant whose results are right; None where no variant's are."""
-    if len(entries) == 1:
-        return entries[0]
-    timed = [one for one in entries if one.turns and one.variant.counted]
-    for entry in sorted(timed, key=lambda one: one.turns[0]["median"]):
-        if entry.variant.compiled:
-            try:
-                measure(sides, part, entry)
-            except UserError as error:
-                entry.why = str(error)
-        if not entry.why:
-            return entry
-    return None
 
 
 if __name__ == "__main__":

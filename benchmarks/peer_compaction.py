@@ -12,6 +12,7 @@ for each press and ratio, with the share of the text's gain in nats. Presses sho
 import argparse
 import collections
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,6 @@ Row = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures both sides, theirs in a process of its own; returns 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workdir", required=True, help="a run or an exported wire of encoder.kind='cache'")
     parser.add_argument("--reader", required=True)
@@ -55,12 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             file.write(json.dumps(row) + "\n")
             file.flush()
             found.append(row)
-    print("\n".join(summarise(found)))
+    print(summarise(found))
     return 0
 
 
 def open_wire(workdir: str, assignments: dict[str, str]) -> Any:
-    """Opens the wire."""
     import lw_jax
     from lw_jax.inference.coded_wire import CodedWire
 
@@ -142,7 +141,6 @@ def _ours(wire: Any, args: argparse.Namespace, cases: list[Row]) -> Iterator[Row
 
 
 def _theirs(wire: Any, args: argparse.Namespace, cases: list[Row]) -> Iterator[Row]:
-    """Yields kvpress' rows as its process prints them."""
     import jax
 
     from lw_jax.recipes import frozen_models
@@ -173,33 +171,28 @@ def _theirs(wire: Any, args: argparse.Namespace, cases: list[Row]) -> Iterator[R
             raise UserError(f"--python {args.python}: {CHILD.name} ended with {child.returncode}; its lines are above")
 
 
-def summarise(rows: Sequence[Row]) -> list[str]:
-    """Returns a line for each press and ratio."""
+def summarise(rows: Sequence[Row]) -> str:
     groups: dict[tuple[str, int], list[Row]] = collections.defaultdict(list)
     for row in rows:
         groups[row["press"], row["ratio"]].append(row)
-    ends = [_nats(groups[name, 1]) for name in ("nothing", "text")]
-    lines = [
-        f"{'press':<24}{'of':>4}{'F1':>8}{'nats':>8}{'gain':>8}{'write, s':>10}{'positions':>11}"
-        f"{'kept MB':>9}{'held MB':>9}"
-    ]
+    nothing, text = (_nats(groups[name, 1]) for name in ("nothing", "text"))
+    head = ("press", "of", "F1", "nats", "gain", "write, s", "positions", "kept MB", "held MB", "")
+    cells = []
     for (press, ratio), own in groups.items():
         if errors := [one["error"] for one in own if "error" in one]:
-            lines.append(f"{press:<24}{ratio:>4}  {len(errors)} of {len(own)} failed: {errors[0]}")
+            cells.append((press, str(ratio), *[""] * 7, f"{len(errors)} of {len(own)} failed: {errors[0]}"))
             continue
-        mean = {key: sum(one[key] for one in own) / len(own) for key in ("f1", "write_seconds", "positions")}
-        size = {key: sum(one[key] for one in own) / len(own) / 1e6 for key in ("kept_bytes", "held_bytes")}
-        nats = _nats(own)
-        gain = (ends[0] - nats) / (ends[0] - ends[1])
-        lines.append(
-            f"{press:<24}{ratio:>4}{mean['f1']:>8.3f}{nats:>8.3f}{gain:>8.3f}{mean['write_seconds']:>10.3f}"
-            f"{mean['positions']:>11.1f}{size['kept_bytes']:>9.2f}{size['held_bytes']:>9.2f}"
-        )
-    return lines
+        means = {
+            key: statistics.mean(one[key] for one in own)
+            for key in ("f1", "write_seconds", "positions", "kept_bytes", "held_bytes")
+        }
+        figures = (means["f1"], _nats(own), (nothing - _nats(own)) / (nothing - text), means["write_seconds"])
+        sizes = (f"{means[key] / 1e6:.2f}" for key in ("kept_bytes", "held_bytes"))
+        cells.append((press, str(ratio), *(f"{one:.3f}" for one in figures), f"{means['positions']:.1f}", *sizes, ""))
+    return common.table(head, cells)
 
 
 def _nats(rows: Sequence[Row]) -> float:
-    """Returns the nats a token of the answers."""
     return sum(one["nll"] for one in rows) / sum(one["tokens"] for one in rows)
 
 

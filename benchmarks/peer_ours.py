@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from benchmarks import common
-from lw_jax.core import command_line, environment
+from lw_jax.core import environment
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError, leave
 
@@ -34,10 +34,7 @@ Told = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Does what peer.py asks for and prints it."""
-    assignments, rest = command_line.take_assignments(list(sys.argv[1:] if argv is None else argv))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="FILE")
+    parser, assignments, rest = common.parser(__doc__, argv)
     parser.add_argument("--case", type=Path, required=True)
     parser.add_argument("--do", choices=("write", "check", "time"), required=True)
     parser.add_argument("--part", choices=("step", "encode", "answer", "all"), default="step", help="all: a check's")
@@ -50,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment.reserve_memory()
     environment.hide_idle_cuda()
     if args.do == "write":
-        told = write_both(args, settle(args.config, assignments), settle(args.config, assignments, "fp32"))
+        full, exact = (settle(args.config, assignments, precision) for precision in ("own", "fp32"))
+        write(full, args.case / "full")
+        write(cut(exact, args.case / "check", args.layers), args.case / "check", origin=full, layers=args.layers)
+        told = machine()
     elif args.do == "time":
         told = time_part(settle(args.config, assignments, args.precision), args)
     else:
@@ -81,14 +81,11 @@ def settle(spec: str, assignments: Mapping[str, str], precision: str = "own") ->
     return dataclasses.replace(cfg, llms=llms, compute=dataclasses.replace(cfg.compute, dtype=dtype))
 
 
-def write_both(args: argparse.Namespace, cfg: Config, exact: Config) -> Told:
-    """Writes the case that is timed and the cut one, with weights, in which both sides are checked."""
+def machine() -> Told:
     import jax
 
     from lw_jax.core import runtime
 
-    write(cfg, args.case / "full")
-    write(cut(exact, args.case / "check", args.layers), args.case / "check", origin=cfg, layers=args.layers)
     return {"device": "cuda" if jax.default_backend() == "gpu" else "cpu", "name": runtime.describe()}
 
 
@@ -130,7 +127,6 @@ def write(cfg: Config, case: Path, *, origin: Config | None = None, layers: int 
 
 
 def models(cfg: Config) -> dict[str, Any]:
-    """Returns the shapes of the readers and, of a wire, of the encoder's body."""
     from lw_jax.recipes import frozen_models
 
     found = {name: frozen_models.outline(cfg, llm.source) for name, llm in cfg.llms.items()}
@@ -224,7 +220,6 @@ class Side:
         return step
 
     def encoder(self) -> Callable[[], Any]:
-        """Returns the writing of the batch's texts as latents."""
         encode = self.functions.encode
         return lambda: encode(self.state["trainable"], self.rows["source"])
 
@@ -234,7 +229,6 @@ class Side:
         return lambda: generate(self.frozen[name], prompt, name, count)
 
     def prompt(self, name: str, latents: Any) -> Any:
-        """Returns a reader's prompts with these latents."""
         fields = self.rows["readers"][name]
         return self.functions.prompt_from_latents(self.state["trainable"], self.frozen[name], fields, latents, name)
 
@@ -249,7 +243,6 @@ class Side:
 
 
 def time_part(cfg: Config, args: argparse.Namespace) -> Told:
-    """Times a part on random weights."""
     from lw_jax.benchmarking import timing
 
     side = Side(cfg, None)
@@ -299,13 +292,9 @@ def ragged(cfg: Config, widths: Any) -> Any:
 
     def fill(node: Any, name: str) -> Any:
         if not isinstance(node, dict):
-            return (
-                whole
-                if name == "channel"
-                else np.ones((rows, *node.shape), node.dtype)
-                if hasattr(node, "shape")
-                else node
-            )
+            if name == "channel" or not hasattr(node, "shape"):
+                return whole if name == "channel" else node
+            return np.ones((rows, *node.shape), node.dtype)
         made = {key: fill(value, key) for key, value in node.items()}
         if "mask" in node:
             made["ids"], made["mask"] = tokens(node["ids"].shape, left=name in ("before", "after"))

@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common
+from benchmarks.common import number
 from lw_jax.core import environment
 from lw_jax.core.config import REMATS, Config
 from lw_jax.core.errors import UserError, leave
@@ -32,7 +33,6 @@ ACCUMULATED = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs every point and prints the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/large.py", help="default: configs/large.py")
     parser.add_argument("--points", nargs="+", default=POINTS, metavar="READERS:MICRO_BATCH:REMAT")
@@ -110,7 +110,6 @@ def run(cfg: Config, point: str, *, steps: int, shares: Mapping[str, Any]) -> di
 
 
 def at(cfg: Config, point: str) -> tuple[Config, int]:
-    """Returns the configuration of one point, and its micro-batch."""
     words = point.split(":")
     known = ["both", *cfg.llms]
     if len(words) != 3 or words[0] not in known or not words[1].isdigit() or words[2] not in REMATS["latentwire"]:
@@ -123,34 +122,31 @@ def at(cfg: Config, point: str) -> tuple[Config, int]:
 
 
 def is_off(row: Mapping[str, Any]) -> bool:
-    """Says whether a point misses what it was planned at by more than the tolerances."""
-    peak = row["peak_bytes"] is not None and abs(row["peak_bytes"] / row["planned_bytes"] - 1) > PEAK
-    seconds = row.get("calibrated_seconds")
-    return peak or (seconds is not None and abs(row["seconds"] / seconds - 1) > SECONDS)
+    peak, seconds = _off(row["peak_bytes"], row["planned_bytes"]), _off(row["seconds"], row.get("calibrated_seconds"))
+    return abs(peak or 0.0) > PEAK or abs(seconds or 0.0) > SECONDS
+
+
+def _off(found: float | None, planned: float | None) -> float | None:
+    return None if found is None or planned is None else found / planned - 1
 
 
 def table(shares: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the comparison for people."""
-    reached = {name: f"{shares[name]:.0%}" for name in ("matmul", "bandwidth") if name in shares}
-    told = (
-        "of the data sheet's figures: " + ", ".join(map(" ".join, reached.items())) if reached else "ceilings not known"
-    )
-    lines = [f"{shares['device']}, jax {shares['jax']}; {told}", ""]
+    reached = [f"{name} {shares[name]:.0%}" for name in ("matmul", "bandwidth") if name in shares]
+    of_sheet = f"of the data sheet's figures: {', '.join(reached)}" if reached else "ceilings not known"
     head = ("point", "planned GB", "peak GB", "off", "predicted s", "calibrated s", "measured s", "off")
-    lines.append("".join(f"{word:<16}" if i == 0 else f"{word:>14}" for i, word in enumerate(head)))
+    cells = []
     for row in rows:
-        peak, calibrated = row["peak_bytes"], row.get("calibrated_seconds")
-        cells = (
-            f"{row['planned_bytes'] / 1e9:.3f}",
-            f"{peak / 1e9:.3f}" if peak is not None else "not measured",
-            f"{peak / row['planned_bytes'] - 1:+.1%}" if peak is not None else "-",
-            f"{row['predicted_seconds']:.3f}" if calibrated else "-",
-            f"{calibrated:.3f}" if calibrated else "-",
-            f"{row['seconds']:.3f}",
-            f"{row['seconds'] / calibrated - 1:+.1%}" if calibrated else "-",
+        peak, planned, seconds, calibrated = (
+            row.get(key) for key in ("peak_bytes", "planned_bytes", "seconds", "calibrated_seconds")
         )
-        lines.append(f"{row['point']:<16}" + "".join(f"{cell:>14}" for cell in cells))
-    return "\n".join(lines)
+        cells.append(
+            (
+                *(row["point"], number(planned, ".3f", 1e-9), number(peak, ".3f", 1e-9)),
+                *(number(_off(peak, planned), "+.1%"), number(row.get("predicted_seconds"), ".3f")),
+                *(number(calibrated, ".3f"), number(seconds, ".3f"), number(_off(seconds, calibrated), "+.1%")),
+            )
+        )
+    return f"{shares['device']}, jax {shares['jax']}; {of_sheet}\n\n{common.table(head, cells)}"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,9 +24,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common, planned
-from lw_jax.core import command_line, config, environment
+from benchmarks.common import number
+from lw_jax.core import config, environment
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError, leave
+from lw_jax.core.files import write_whole
 
 FILE = "scaling.json"
 SHARES = 8  # of the global batch: what one device of a whole node takes, and what weak scaling gives each
@@ -55,10 +56,8 @@ class Point:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plans or measures every point, and writes and prints the rows."""
     words = list(sys.argv[1:] if argv is None else argv)
-    assignments, rest = command_line.take_assignments(words)
-    args = _parse(rest)
+    args, assignments = _parse(words)
     if not args.measured:
         environment.prepare_compiler(everywhere=True)
     elif args.only:
@@ -66,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         environment.hide_idle_cuda()
     cfg = common.load(args.config, assignments) if args.only or args.planned else None
     if args.only and cfg:
-        print(json.dumps(here(cfg) if args.only == "here" else measure(cfg, _point(args.only), steps=args.steps)))
+        point = None if args.only == "here" else Point(**json.loads(args.only))
+        print(json.dumps(measure(cfg, point, steps=args.steps) if point else here(cfg)))
         return 0
     if cfg:
         rows = plan_all(cfg, args.planned, lengths=args.lengths, estimate=args.estimate)
@@ -78,9 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="FILE[:recipe]", help="--config.key=value goes with it")
+def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
+    parser, assignments, rest = common.parser(__doc__, words)
     parser.add_argument("--workdir", required=True, metavar="DIR", help="the folder of scaling.json")
     kinds = parser.add_mutually_exclusive_group(required=True)
     kinds.add_argument("--planned", metavar="GPUS", help="up to so many, as h100x8")
@@ -92,11 +91,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed steps of a point (default: 10)")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # a child: "here", or a point
-    return parser.parse_args(words)
-
-
-def _point(text: str) -> Point:
-    return Point(**json.loads(text))
+    return parser.parse_args(rest), assignments
 
 
 def _child(words: Sequence[str]) -> Row:
@@ -191,7 +186,6 @@ def at(cfg: Config, point: Point) -> Config:
 
 
 def _make(cfg: Config) -> Any:
-    """Returns the recipe on one device, without recomputation."""
     from lw_jax import recipes
 
     return recipes.outline(config.with_remat(cfg, "none"))
@@ -287,28 +281,21 @@ def write(workdir: Path, rows: Sequence[Row]) -> None:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: {error!r}; it must be as this script wrote it: remove it") from error
     workdir.mkdir(parents=True, exist_ok=True)
-    partial = workdir / f".{FILE}.partial"
-    partial.write_text(json.dumps([*kept, *rows], indent=1) + "\n", "utf-8")
-    os.replace(partial, file)
+    write_whole(file, json.dumps([*kept, *rows], indent=1) + "\n")
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Returns the rows for people."""
     head = ("scaling", "devices", "length", "batch", "micro x acc", "remat", "s/step", "tokens/s", "peak GB", "")
-    lines = [f"{rows[0]['kind']}, {rows[0]['target']}"] if rows else []
-    for cells in (head, *map(_cells, rows)):
-        lines.append("".join(f"{cell:>13}" for cell in cells[:-1]) + f"  {cells[-1]}".rstrip())
-    return "\n".join(lines)
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    def number(name: str, form: str, scale: float = 1) -> str:
-        return "-" if row[name] is None else format(row[name] * scale, form)
-
-    shape = f"{row['micro_batch']} x {number('accumulation', 'd')}"
-    told = (row["scaling"], str(row["devices"]), str(row["length"]), str(row["global_batch"]), shape)
-    told += (row["remat"] or "-", number("step_seconds", ".4f"), number("tokens_per_second", ",.0f"))
-    return *told, number("peak_bytes", ".3f", 1e-9), row["obstacle"] or number("mfu", ".1%").replace("-", "")
+    cells = [
+        (
+            *(row["scaling"], str(row["devices"]), str(row["length"]), str(row["global_batch"])),
+            f"{row['micro_batch']} x {number(row['accumulation'], 'd')}",
+            *(row["remat"] or "-", number(row["step_seconds"], ".4f"), number(row["tokens_per_second"], ",.0f")),
+            *(number(row["peak_bytes"], ".3f", 1e-9), row["obstacle"] or number(row["mfu"], ".1%").replace("-", "")),
+        )
+        for row in rows
+    ]
+    return f"{rows[0]['kind']}, {rows[0]['target']}\n{common.table(head, cells)}"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ up to more than the step's. A kernel that fuses several things counts as its lar
 the rest by its form.
 """
 
-import argparse
 import collections
 import re
 import sys
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common
-from lw_jax.core import command_line, environment
+from lw_jax.core import environment
 from lw_jax.core.errors import UserError, leave
 
 # Kind of work -> pattern of a kernel's text and place in the program; the first that matches counts.
@@ -44,10 +43,7 @@ class Kernel(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Takes steps, traces one and prints the shares."""
-    assignments, rest = command_line.take_assignments(list(sys.argv[1:] if argv is None else argv))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="FILE", help="--config.key=value goes with it")
+    parser, assignments, rest = common.parser(__doc__, argv)
     parser.add_argument("--top", type=int, default=0, help="also so many of the longest kernels")
     args = parser.parse_args(rest)
     environment.hide_idle_cuda()
@@ -66,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare(cfg: Any) -> tuple[str, Callable[[], Any]]:
-    """Returns the compiled text of the step and a function that takes it."""
     import jax
 
     from lw_jax import recipes
@@ -93,7 +88,6 @@ def prepare(cfg: Any) -> tuple[str, Callable[[], Any]]:
 
 
 def trace(step: Callable[[], Any]) -> dict[str, float]:
-    """Returns the seconds of each instruction in one step."""
     import jax
 
     found: dict[str, float] = collections.defaultdict(float)
@@ -111,7 +105,6 @@ def trace(step: Callable[[], Any]) -> dict[str, float]:
 
 
 def parse(text: str) -> dict[str, Kernel]:
-    """Returns the instructions of a compiled program by name."""
     bodies = {name: body for name, body in re.findall(r"\n%?([\w.\-]+) \([^\n]*\{\n(.*?)\n\}", text, re.DOTALL)}
     found = {}
     for name, opcode, rest in re.findall(r"^\s*(?:ROOT )?%?([\w.\-]+) = \S.*? ([\w\-]+)\((.*)$", text, re.MULTILINE):
@@ -121,7 +114,6 @@ def parse(text: str) -> dict[str, Kernel]:
 
 
 def kind_of(name: str, kernel: Kernel) -> str:
-    """Returns the kind of work of one kernel."""
     text = f"{name.removeprefix('wrapped_')} {kernel.text}"
     for kind, pattern in KINDS.items():
         parts = re.findall(r"[^\n]*", text) if kind.startswith("products") else [text]
@@ -140,19 +132,13 @@ def shares(kernels: Mapping[str, Kernel], seconds: Mapping[str, float]) -> list[
 
 
 def table(rows: Sequence[tuple[str, str, float]], seconds: float, *, top: int) -> str:
-    """Returns the shares for people."""
-    sums: dict[str, float] = collections.defaultdict(float)
+    sums = collections.Counter[str]()
     for kind, _, taken in rows:
-        sums[kind] += taken
+        sums[kind] += taken  # pyright: ignore[reportArgumentType]  (a counter adds floats as well)
     whole = sum(sums.values())
-    lines = [
-        f"a step takes {seconds:.2f} s; its kernels add up to {whole:.2f} s",
-        "",
-        f"{'kind':<28}{'s':>8}{'share':>8}",
-    ]
-    lines += [
-        f"{kind:<28}{sums[kind]:>8.2f}{sums[kind] / whole:>8.0%}" for kind in sorted(sums, key=lambda k: -sums[k])
-    ]
+    cells = [(kind, f"{taken:.2f}", f"{taken / whole:.0%}") for kind, taken in sums.most_common()]
+    lines = [f"a step takes {seconds:.2f} s; its kernels add up to {whole:.2f} s", ""]
+    lines.append(common.table(("kind", "s", "share"), cells))
     lines += [f"{taken:>8.3f} s  {kind:<28}{name}" for kind, name, taken in rows[:top]]
     return "\n".join(lines)
 

@@ -7,7 +7,6 @@ One device, the batch in one piece, nothing recomputed unless --config.compute.r
 `run.py bench` of its own (a device's peak cannot be set back). Writes DIR/sweep.json and DIR/sweep.png.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from matplotlib.ticker import FuncFormatter
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common
-from lw_jax.core import command_line
 from lw_jax.core.errors import UserError, leave
 from lw_jax.report.figures import COLOURS
 
@@ -29,10 +27,7 @@ Row = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures or plans every point, writes both files and prints the table."""
-    assignments, rest = command_line.take_assignments(list(sys.argv[1:] if argv is None else argv))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="FILE", help="--config.key=value goes with it")
+    parser, assignments, rest = common.parser(__doc__, argv)
     parser.add_argument("--batches", type=common.numbers, required=True, metavar="N,N")
     parser.add_argument("--slots", type=common.numbers, required=True, metavar="N,N")
     parser.add_argument("--target", metavar="GPUS", help="planned for one such card, as h200x1")
@@ -116,14 +111,15 @@ def _planned(words: Sequence[str], target: str) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Returns the rows for people."""
-    lines = ["| slots | batch | s/step | samples/s | peak GB |", "|---|---|---|---|---|"]
-    for row in rows:
-        cells = [str(row["slots"]), str(row["batch"])]
-        cells += ["-" if row[key] is None else f"{row[key]:.4g}" for key in ("seconds", "samples_per_second")]
-        cells.append("does not fit" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.3f}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    cells = [
+        (
+            *(str(row["slots"]), str(row["batch"])),
+            *(common.number(row[key], ".4g") for key in ("seconds", "samples_per_second")),
+            "does not fit" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.3f}",
+        )
+        for row in rows
+    ]
+    return common.table(("slots", "batch", "s/step", "samples/s", "peak GB"), cells)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,6 @@ def make_trainer(args: argparse.Namespace, folder: str) -> DPOTrainer:
 
 
 def main() -> None:
-    """Times steps, or takes one on stored weights, and prints what was found."""
     args = parse(__doc__, ("step",))
     torch.manual_seed(0)
     loaded, (name,) = np.load(args.case / "batch.npz"), args.spec["readers"]

@@ -38,7 +38,6 @@ def parse(told: str | None, parts: Sequence[str]) -> argparse.Namespace:
 
 
 def stored(precision: str) -> str:
-    """Returns the type of a frozen model's weights."""
     return "bfloat16" if precision in ("frozen", "whole") else "float32"
 
 

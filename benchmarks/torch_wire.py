@@ -87,14 +87,12 @@ class Wire(torch.nn.Module):
                 self.adapters[name] = Adapter(spec["width"], spec["hidden"], out, spec["tasks"])
 
     def keep_little(self) -> None:
-        """Recomputes the layers in the backward pass."""
         one: Any
         for one in (self.body, *self.readers.values()):
             one.gradient_checkpointing_enable({"use_reentrant": False})
             one.train()  # or transformers does not recompute; there is no dropout
 
     def latents(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Returns the latents [b m z] of texts [b s]."""
         seen = torch.where(mask[:, None, None], 0.0, float("-inf")).to(self.body.dtype)
         states = self.body(
             ids,
@@ -139,7 +137,6 @@ class Wire(torch.nn.Module):
 
 
 def of_reader(batch: Arrays, name: str) -> Arrays:
-    """Returns one reader's fields of a batch."""
     return {key.removeprefix(f"{name}/"): value for key, value in batch.items() if key.startswith(f"{name}/")}
 
 
@@ -181,7 +178,6 @@ def stepper(wire: Wire, batch: Arrays, args: argparse.Namespace) -> Callable[[],
 
 
 def encoder(wire: Wire, batch: Arrays, args: argparse.Namespace) -> Callable[[], torch.Tensor]:
-    """Returns the writing of a batch's texts as latents."""
     wire.eval()
     call = torch.compile(wire.latents) if args.compile else wire.latents
 
@@ -227,7 +223,6 @@ def check(wire: Wire, batch: Arrays, args: argparse.Namespace) -> dict[str, floa
 
 
 def main() -> None:
-    """Times a part, or computes all of them once, and prints what was found."""
     args = parse(__doc__, ("step", "encode", "answer"))
     torch.manual_seed(0)
     wire = Wire(args.case, args.spec, args.device, precision=args.precision, load=args.check is not None)

@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import common
+from benchmarks.common import number
+
 # Largest difference from PyTorch in fp32, relative: of a step's loss and the norm of its gradient; of latents and of an
 # answer's first logits, by root mean square. bf16 has 8 bits, so that one rounding is up to 0.4 %.
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
@@ -27,12 +30,10 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Label, with what torch.compile adds."""
         return f"{self.label}, compiled" if self.compiled else self.label
 
     @property
     def tolerance(self) -> float:
-        """Largest relative difference from PyTorch in fp32."""
         return TOLERANCE["fp32" if self.precision == "fp32" else "bf16"]
 
 
@@ -102,7 +103,6 @@ def row(variant: Variant, turns: Sequence[Told], *, why: str = "", off: Mapping[
 
 
 def table(found: Told) -> str:
-    """Returns the comparison for people."""
     check = found["check"]
     lines = [f"{found['recipe']}, batch {found['batch']}, remat {found['remat']}, on {found['name']}"]
     ours, theirs = (check[side] for side in ("ours", "theirs"))
@@ -110,25 +110,21 @@ def table(found: Told) -> str:
         f"check, {check['layers']} layers, fp32: loss {ours['loss']:.6f} and {theirs['loss']:.6f}, "
         f"gradient {ours['grad_norm']:.6f} and {theirs['grad_norm']:.6f}"
     )
-    width = max(len(one["variant"]) for part in found["parts"].values() for one in part["rows"]) + 1
+    head = ("side", "variant", "best", "s", "least", "most", "first s", "peak GB", "off fp32", "")
     for name, part in found["parts"].items():
-        head = f"{name:<7} {'':<{width}}{'s':>9}{'least..most':>19}{'first s':>9}{'peak GB':>9}"
-        lines += ["", f"{head}  off fp32"]
-        lines += [_line(one, width, best=one["variant"] == part["best"].get(one["side"])) for one in part["rows"]]
+        rows = [_cells(one, best=one["variant"] == part["best"].get(one["side"])) for one in part["rows"]]
+        lines += ["", name, common.table(head, rows)]
         if "ratio" in part:
-            told = part["ratio"]
-            spread = f"turn by turn {told['least']:.2f}..{told['most']:.2f}"
-            lines.append(f"{name}, theirs / ours, each side at its best (*): {told['median']:.2f} ({spread})")
+            ratios = part["ratio"]
+            spread = f"turn by turn {ratios['least']:.2f}..{ratios['most']:.2f}"
+            lines.append(f"{name}, theirs / ours, each side at its best (*): {ratios['median']:.2f} ({spread})")
         else:
             lines.append(f"{name}: no ratio, as one side has nothing that counts")
     return "\n".join(lines)
 
 
-def _line(one: Told, width: int, *, best: bool) -> str:
-    start = f"{one['side']:<7}{'*' if best else ' '}{one['variant']:<{width}}"
-    if not one["turns"]:
-        return f"{start}{'-':>9}  {one['why']}"
-    spread = f"{one['least']:.4f}..{one['most']:.4f}"
-    off = f"{max(one['difference'].values()):.1e}" if one["difference"] else "-"
-    figures = f"{one['median']:>9.4f}{spread:>19}{one['first_seconds']:>9.1f}{one['peak_bytes'] / 1e9:>9.2f}"
-    return f"{start}{figures}  {off}{'  ' + one['why'] if one['why'] else ''}"
+def _cells(one: Told, *, best: bool) -> tuple[str, ...]:
+    seconds = (number(one.get(key), ".4f") for key in ("median", "least", "most"))
+    rest = number(one.get("first_seconds"), ".1f"), number(one.get("peak_bytes"), ".2f", 1e-9)
+    off = number(max(one["difference"].values(), default=None), ".1e")
+    return one["side"], one["variant"], "*" if best else "", *seconds, *rest, off, one["why"]

@@ -4,19 +4,20 @@ The only module that shifts labels. An answer is in `answer_inputs`, `targets` a
 """
 
 import dataclasses
-import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.eval_rows import PROMPT_FIELDS
+from lw_jax.core.files import content_hash
 from lw_jax.core.types import EXACT, Example, Task
 from lw_jax.data import example_counts
 from lw_jax.data.example_counts import REASONS, DropCounts
+from lw_jax.data.frozen_cache import CachedRows, key_of
 from lw_jax.data.prompt_tokens import Layout, ReaderPass, count_slots, read_source
 
 _log = logging.getLogger(__name__)
@@ -27,18 +28,6 @@ TASKS = {"answer": "questions", "reconstruct": "passages to repeat", "continuati
 # A reader's fields that people are told about, in this order.
 SHOWN = {"text": "prompt with the text", "after": "question", "answer": "answer"}
 MULTIPLE = 8  # widths are rounded up to it, so that data sets of similar lengths share one compiled program
-
-
-class Lookup(Protocol):
-    """Cached outputs of a frozen model for each example."""
-
-    def __call__(self, positions: Sequence[int], /) -> Batch:
-        """Returns arrays [b ...] of the examples at those positions. Raises UserError for one that is not cached."""
-        ...
-
-    def empty(self, count: int) -> Batch:
-        """Returns arrays [count ...] of the same shapes and types, without values."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +70,7 @@ class Encoded:
     width: int
     ratio: int = 0  # tokens of a source a slot; 0: every message has all slots
     task: str = "answer"  # the readers' task
-    teachers: Mapping[str, Lookup] = dataclasses.field(default_factory=dict)  # by reader, where the KL needs one
+    teachers: Mapping[str, CachedRows] = dataclasses.field(default_factory=dict)  # by reader, where the KL needs one
     # reader's name -> prompt field -> tokens of each example's prompt that hold the context
     context_tokens: Mapping[str, Mapping[str, Sequence[int]]] = dataclasses.field(default_factory=dict)
 
@@ -128,15 +117,10 @@ class Encoded:
         return bare
 
     def digest(self) -> str:
-        digest = hashlib.blake2b(self.task.encode(), digest_size=16)
-        fields = {"source": self.source}
-        for name, one in self.readers.items():
-            fields |= {f"{name}/{key}": field for key, field in one.items()}
-        for name, field in sorted(fields.items()):
-            digest.update(f"{name}:{field.width}:{len(field.ids)}".encode())
-            for ids in field.ids:
-                digest.update(len(ids).to_bytes(8, "little") + ids.tobytes())
-        return digest.hexdigest()
+        fields = {f"{name}/{key}": field for name, one in self.readers.items() for key, field in one.items()}
+        fields["source"] = self.source
+        content = {name: [field.width, key_of(*field.ids).hex()] for name, field in fields.items()}
+        return content_hash([self.task, content])
 
     def shuffled(self) -> "Encoded":
         """Returns the same examples, each with the text of the next example of another context."""

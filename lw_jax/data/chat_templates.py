@@ -137,20 +137,6 @@ def _leaves(value: Any) -> Iterator[str]:
         yield value if isinstance(value, str) else json.dumps(value)
 
 
-class _Namespace(jinja2.utils.Namespace):
-    """Variables of a template; as in transformers, none may have a private name of Python."""
-
-    def __init__(*args: Any, **named: Any) -> None:
-        self, given = args[0], dict(*args[1:], **named)
-        for name in given:
-            _refuse_private(name)
-        jinja2.utils.Namespace.__init__(self, given)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_private(name)
-        super().__setitem__(name, value)
-
-
 class _Generation(ext.Extension):
     """The block tag by which templates mark replies for training; here only its body is rendered."""
 
@@ -161,20 +147,8 @@ class _Generation(ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _refuse_private(name: Any) -> None:
-    if str(name).startswith("_"):
-        raise jinja2.TemplateRuntimeError(f"a variable {name!r} of a namespace")
-
-
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    # As transformers: jinja's own escapes what HTML would need.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 @functools.lru_cache(maxsize=8)
@@ -182,11 +156,7 @@ def _compile(template: str) -> jinja2.Template:
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {
-        "raise_exception": _raise,
-        "strftime_now": DATE.strftime,
-        "dict": lambda *args, **named: dict(*args, **named),
-        "namespace": _Namespace,
-    }
+    # As transformers: jinja's own escapes what HTML would need.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals |= {"raise_exception": _raise, "strftime_now": DATE.strftime}
     return environment.from_string(template)

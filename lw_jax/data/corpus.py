@@ -6,8 +6,6 @@ Its meta.json is written last, so that it stands for a whole corpus; what a kill
 
 import dataclasses
 import functools
-import hashlib
-import json
 import logging
 import math
 import os
@@ -20,7 +18,7 @@ import numpy as np
 
 from lw_jax.core import schema
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import locked, whole
+from lw_jax.core.files import content_hash, locked, whole
 from lw_jax.core.progress import phase
 from lw_jax.data import documents
 from lw_jax.data.documents import Piece
@@ -140,8 +138,8 @@ def pack(
             raise
         _log.warning("%s. Taken as it was packed in %s", error, folder)
         return _load(folder, made=False)
-    key = json.dumps([FORMAT, identity, tokenizer.fingerprint, tokenizer.eos, tokenizer.begin])
-    folder = root / "corpus" / hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+    key = [FORMAT, identity, tokenizer.fingerprint, tokenizer.eos, tokenizer.begin]
+    folder = root / "corpus" / content_hash(key, size=8)
     made = False
     if not (folder / META).is_file():
         try:
@@ -157,7 +155,6 @@ def pack(
 
 
 def _make(folder: Path, name: str, found: Iterable[Piece], tokenizer: TextTokenizer) -> None:
-    """Writes the ids, then meta.json, which marks them as complete."""
     dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab <= NARROW else "uint32"
     counts = {"documents": 0, "blank": 0, "bytes": 0, "tokens": 0}
     inside = False

@@ -2,15 +2,15 @@
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import grain
 import jax
 import numpy as np
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import content_hash
 from lw_jax.core.types import EXACT, Frozen, Tree
 from lw_jax.data.batches import Batch
 
@@ -32,7 +32,6 @@ class Stream(Protocol):
 
     def count_slots(self, indices: Sequence[int], ratio: np.ndarray | None = None) -> np.ndarray:
         """Returns i32[b]: the slots of each example's message at each's source tokens a slot; None: as validated."""
-        del ratio
         return np.zeros(len(indices), np.int32)
 
     def __len__(self) -> int: ...
@@ -88,9 +87,10 @@ class DataSchedule:
 
     phases: tuple[Phase, ...]
 
-    @staticmethod
-    def of(encoded: Stream) -> "DataSchedule":
-        return DataSchedule((Phase(1, ((encoded, 1.0),)),))
+    @classmethod
+    def of(cls, encoded: Stream, **settings: Any) -> Self:
+        """Returns the schedule of one stream without end; `settings` are a subclass's."""
+        return cls((Phase(1, ((encoded, 1.0),)),), **settings)
 
     @functools.cached_property
     def streams(self) -> list[Stream]:
@@ -150,7 +150,7 @@ class DataSchedule:
 
 
 def digest_of(streams: Sequence[Stream]) -> str:
-    return hashlib.blake2b("\n".join(one.digest() for one in streams).encode(), digest_size=16).hexdigest()
+    return content_hash([one.digest() for one in streams])
 
 
 def refuse_small(data_schedule: DataSchedule, global_batch: int) -> None:

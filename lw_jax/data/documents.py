@@ -17,10 +17,9 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.validation import DOCSTRINGS
 from lw_jax.data import row_sources, rows
 from lw_jax.data.row_fields import Fields
+from lw_jax.hub import sources
 
 PIECE = 1 << 18  # characters of a long text read at once: several of them keep all cores busy
-HASHED_WHOLE = 64 << 20  # bytes; of a larger source each file is hashed at three places
-SAMPLE = 64 << 10  # bytes at each of them
 TEXT = ".txt"
 _PLAIN = (TEXT, ".jsonl")
 _NO_DOCUMENTS = ("test", "tests", "site-packages", "dist-packages", "idlelib", "idle_test", "__pycache__")
@@ -83,8 +82,7 @@ def identify(source: str, split: str = "train", columns: Sequence[str] = ()) -> 
         found = sorted(file for file in path.rglob("*") if file.suffix in (".arrow", ".json"))
     else:
         found = _files(source, split)
-    whole = sum(file.stat().st_size for file in found) < HASHED_WHOLE
-    return [*([_name_in(path, file), *_identify_file(file, whole)] for file in found), *asked]
+    return [*([_name_in(path, file), sources.file_hash(file)] for file in found), *asked]
 
 
 def name(source: str, split: str, columns: Sequence[str]) -> str:
@@ -111,19 +109,6 @@ def _name_in(path: Path, file: Path) -> str:
     return file.name if file == path else file.relative_to(path).as_posix()
 
 
-def _identify_file(file: Path, whole: bool) -> list[Any]:
-    """Returns size and hash of a file; where only three places of it are hashed, also when it was changed."""
-    stat, digest = file.stat(), hashlib.blake2b(digest_size=16)
-    whole = whole or stat.st_size <= 3 * SAMPLE
-    with file.open("rb") as content:
-        if whole:
-            return [stat.st_size, hashlib.file_digest(content, lambda: digest).hexdigest()]
-        for start in (0, (stat.st_size - SAMPLE) // 2, stat.st_size - SAMPLE):
-            content.seek(start)
-            digest.update(content.read(SAMPLE))
-    return [stat.st_size, digest.hexdigest(), stat.st_mtime_ns]
-
-
 def _cut(text: IO[str]) -> Iterator[Piece]:
     """Yields a text in pieces that end with a line; where a line is longer than a piece, with a word."""
     held = text.read(PIECE)
@@ -147,7 +132,6 @@ def _modules() -> list[Path]:
 
 
 def _docstrings(file: Path) -> Iterator[str]:
-    """Yields the documentation strings of a module, its classes and functions in the order of the file."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of another's code
         tree = ast.parse(file.read_bytes(), str(file))

@@ -4,7 +4,6 @@ First stage of the data flow: it knows no tokenizer and no array. The format of 
 """
 
 import dataclasses
-import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -13,6 +12,7 @@ import msgspec
 
 from lw_jax.core import config, schema
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import content_hash
 from lw_jax.core.types import Example
 from lw_jax.data import question_cards, row_sources, rows
 from lw_jax.data.row_fields import Fields
@@ -121,11 +121,7 @@ def read(source: str, *, limit: int = 0, split: str = "train", columns: Sequence
 
 def digest(examples: Sequence[Example]) -> str:
     """Identifies the words of examples, wherever they were read from."""
-    said = hashlib.blake2b(digest_size=16)
-    for example in examples:
-        for text in (example.context, example.question, *example.answers, ""):
-            said.update(f"{len(text)}:{text}".encode())
-    return said.hexdigest()
+    return content_hash([content_hash([one.context, one.question, *one.answers]) for one in examples])
 
 
 def spread(count: int, limit: int) -> list[int]:

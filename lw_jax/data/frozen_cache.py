@@ -17,8 +17,8 @@ import numpy as np
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import content_hash, locked, whole
 from lw_jax.core.progress import phase
-from lw_jax.data.batches import Batch
 
+Rows = dict[str, Any]  # arrays [b ...]
 FORMAT = 3  # 3: keys know the lengths of their parts, and rows of the teacher how it computes
 KEY_BYTES = 16
 
@@ -39,7 +39,7 @@ class Store:
         self._rows: dict[bytes, int] = {}
 
     def fill(
-        self, keys: Sequence[bytes], compute: Callable[[list[int]], Batch], *, batch: int, what: str = "rows"
+        self, keys: Sequence[bytes], compute: Callable[[list[int]], Rows], *, batch: int, what: str = "rows"
     ) -> int:
         """Computes the rows that are missing, `batch` positions at a time (the last repeated); returns how many.
 
@@ -63,7 +63,7 @@ class Store:
         """Returns positions -> rows, each cut to the first `length` of its first axis."""
         return CachedRows(self, keys, length)
 
-    def read(self, keys: Sequence[bytes]) -> Batch:
+    def read(self, keys: Sequence[bytes]) -> Rows:
         """Returns the rows of examples.
 
         Raises:
@@ -100,7 +100,7 @@ class Store:
         held = (self.folder / "keys").read_bytes()
         self._rows = {held[i * KEY_BYTES : (i + 1) * KEY_BYTES]: i for i in range(count)}
 
-    def _append(self, keys: list[bytes], rows: Batch) -> None:
+    def _append(self, keys: list[bytes], rows: Rows) -> None:
         """Writes rows first and then their keys, which make them valid."""
         for name, (_, dtype) in self.rows.items():
             with (self.folder / name).open("ab") as out:
@@ -112,21 +112,21 @@ class Store:
 
 @dataclasses.dataclass(frozen=True)
 class CachedRows:
-    """The rows of a data set's examples, by their positions in it; see `data.batches.Lookup`."""
+    """A frozen model's outputs for a data set's examples, by their positions in it."""
 
     store: Store
     keys: Sequence[bytes]
     length: int | None = None
 
-    def __call__(self, positions: Sequence[int]) -> Batch:
+    def __call__(self, positions: Sequence[int]) -> Rows:
         """Returns the rows [b ...]. Raises UserError naming a row that is missing."""
         return self._cut(self.store.read([self.keys[i] for i in positions]))
 
-    def empty(self, count: int) -> Batch:
+    def empty(self, count: int) -> Rows:
         """Returns zeros of the rows' shapes and types, with or without cached rows."""
         return self._cut({name: np.zeros((count, *shape), kind) for name, (shape, kind) in self.store.rows.items()})
 
-    def _cut(self, rows: Batch) -> Batch:
+    def _cut(self, rows: Rows) -> Rows:
         return rows if self.length is None else {name: value[:, : self.length] for name, value in rows.items()}
 
 

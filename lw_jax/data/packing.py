@@ -5,11 +5,11 @@ The text is encoded once for them, and no position is spent on padding every que
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from lw_jax.core.files import content_hash
 from lw_jax.data.batches import Batch, Encoded, width_of
 
 _QUESTION_FIELDS = ("after", "answer_inputs", "targets", "weights", "teacher")  # in a batch of one question a row
@@ -103,9 +103,7 @@ class Packed:
 
     def digest(self) -> str:
         """Identifies the tokens of every example and which questions it has."""
-        said = hashlib.blake2b(self.encoded.digest().encode(), digest_size=16)
-        said.update(repr((self.tokens, self.groups)).encode())
-        return said.hexdigest()
+        return content_hash([self.encoded.digest(), self.tokens, self.groups])
 
     def probe(self) -> Batch:
         if not self.encoded.teachers:

@@ -134,7 +134,6 @@ class Writer:
         return read
 
     def _finish(self, text: str) -> Reply:
-        """Returns the reply up to the first of the ends it closes with; one without any is ended by EOS."""
         if found := self.tail.search(text):
             return Reply(text[: found.start()], self.ends[found[1]])
         return Reply(text.rstrip() if self.chat else text, self.tokenizer.eos)

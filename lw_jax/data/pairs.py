@@ -150,7 +150,6 @@ def prompt_key(prompt: Text) -> str:
 
 
 def _draw(prompt: Text, seed: int) -> float:
-    """Returns a prompt's place in 0..1."""
     digest = hashlib.blake2b(f"{seed}:{prompt_key(prompt)}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 

@@ -5,24 +5,24 @@ its own token: the loss shifts by one.
 """
 
 import dataclasses
-import hashlib
 import logging
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import content_hash
 from lw_jax.data import example_counts, prompt_tokens
-from lw_jax.data.batches import MULTIPLE, Batch, Lookup
+from lw_jax.data.batches import MULTIPLE, Batch
 from lw_jax.data.data_schedule import Stream
 from lw_jax.data.example_counts import DropCounts
+from lw_jax.data.frozen_cache import CachedRows, key_of
 from lw_jax.data.pair_texts import Writer, Written
 from lw_jax.data.pairs import Preference, shared
 from lw_jax.data.tokens import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-TRUNCATIONS = ("drop", "keep_start", "keep_end")
 _REASONS = {
     "max_prompt": "dropped: the prompt is longer than max_prompt",
     "prompt": "dropped: the prompt alone fills max_length",
@@ -71,7 +71,7 @@ class Preferences(Stream):
     length: int  # static, of every row
     bucket: tuple[int, int] = (1, 1)  # which of how many
     training: bool = False  # in every batch: dropout is for training only
-    reference: Lookup | None = None  # what a frozen model gives each pair: "reference" f32[b 2]
+    reference: CachedRows | None = None  # what a frozen model gives each pair: "reference" f32[b 2]
     task: str = "preference"
 
     def __len__(self) -> int:
@@ -88,7 +88,6 @@ class Preferences(Stream):
 
         With them training f32[b], 0 or 1, and, where it is kept, reference f32[b 2].
         """
-        del channel
         shape = (len(indices), 2, self.length)
         ids, mask, completion = np.full(shape, self.pad, np.int32), np.zeros(shape, bool), np.zeros(shape, bool)
         for row, index in enumerate(indices):
@@ -114,11 +113,8 @@ class Preferences(Stream):
         return batch
 
     def digest(self) -> str:
-        digest = hashlib.blake2b(f"{self.length}:{len(self)}".encode(), digest_size=16)
-        for pair in self.pairs:
-            for ids in (pair.prompt, pair.chosen, pair.rejected):
-                digest.update(len(ids).to_bytes(8, "little") + np.asarray(ids, np.int32).tobytes())
-        return digest.hexdigest()
+        ids = (each for pair in self.pairs for each in (pair.prompt, pair.chosen, pair.rejected))
+        return content_hash([self.length, key_of(*ids).hex()])
 
     def describe(self) -> list[str]:
         """Returns report lines: pairs used, dropped and cut, then lengths and the share of padding."""
@@ -149,7 +145,6 @@ def encode(
     `template` is "plain" (strings as they are, one EOS behind a reply) or "chat" (the tokenizer's own template, a reply
     ends with its turn's terminator). Raises UserError where no pair is left, and for rows that do not fit the template.
     """
-    _check(limits, template)
     writer = Writer(tokenizer, template == "chat")
     # Where a prompt is cut, its end or what follows it is still read.
     cuts = limits.truncation == "keep_end" or (limits.truncation == "keep_start" and limits.max_prompt)
@@ -192,16 +187,6 @@ def part(whole: Preferences, buckets: int) -> list[Preferences]:
 
 def _width(pairs: Iterable[Pair]) -> int:
     return -(-max(pair.length for pair in pairs) // MULTIPLE) * MULTIPLE
-
-
-def _check(limits: Limits, template: str) -> None:
-    if template not in ("plain", "chat"):
-        raise UserError(f'template={template!r} must be "plain" or "chat"')
-    if limits.truncation not in TRUNCATIONS:
-        raise UserError(f"truncation={limits.truncation!r} must be one of {', '.join(TRUNCATIONS)}")
-    for named, value, least in (("max_length", limits.max_length, 2), ("max_prompt", limits.max_prompt, 0)):
-        if value < least:
-            raise UserError(f"{named}={value} must be at least {least}")
 
 
 def _tokenize(written: Sequence[Written], tokenizer: Tokenizer, limit: int | None) -> list[tuple[Pair, bool]]:
@@ -288,6 +273,5 @@ def _fit(pair: Pair, limits: Limits, head: int) -> Pair | str:
 
 
 def _keep_end(prompt: np.ndarray, size: int, head: int) -> np.ndarray:
-    """Returns `size` ids: the first `head` ones and the last."""
     head = min(head, size)
     return np.concatenate([prompt[:head], prompt[len(prompt) - (size - head) :]])

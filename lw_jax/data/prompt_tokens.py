@@ -5,7 +5,6 @@ The only module that knows how a prompt is laid out. Cut and dropped examples ar
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -14,41 +13,19 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
 from lw_jax.data import chat_templates
 from lw_jax.data.example_counts import DropCounts
-from lw_jax.data.tokens import marked
+from lw_jax.data.tokens import BertTokenizer, ByteTokenizer, Tokenizer, marked
 
 WIDEST = 16  # characters of a token, at most, in a text of which a prefix is tokenised; tokens of text have 4
 MARGIN = 256  # ids tokenised beyond a limit, so that those before it are the whole text's
+AnyTokenizer = Tokenizer | BertTokenizer | ByteTokenizer
 _CONTEXT, _QUESTION = "\ue000context\ue001", "\ue000question\ue001"  # private-use placeholders while rendering
-
-
-class SourceTokenizer(Protocol):
-    """Tokenizer of the encoder."""
-
-    @property
-    def pad(self) -> int: ...
-
-    def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
-
-
-class ReaderTokenizer(SourceTokenizer, Protocol):
-    """Tokenizer of a reader."""
-
-    @property
-    def begin(self) -> tuple[int, ...]:
-        """Ids before every prompt: (BOS,) or none."""
-        ...
-
-    @property
-    def eos(self) -> int: ...
-
-    def render_chat(self, user: str, *, system: str = "") -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
     """A reader's tokenizer and the template of its prompt: "plain" or "chat"."""
 
-    tokenizer: ReaderTokenizer
+    tokenizer: Tokenizer
     template: str
 
 
@@ -58,7 +35,7 @@ class Layout:
 
     prompt: config.Prompt
     readers: dict[str, Reader]
-    source: SourceTokenizer
+    source: AnyTokenizer
     window: int  # of the encoder's body, in its tokens or bytes
     windows: int  # at most, of a source
     slots: int  # of a message, at most
@@ -155,7 +132,6 @@ class ReaderPass:
         return fields
 
     def _tokenize(self, texts: list[str], *, begin: bool = False, limit: int | None = None) -> list[np.ndarray]:
-        """Returns ids as `tokenize` does; with `begin`, those of a whole prompt."""
         ids = tokenize(self.tokenizer, texts, limit=limit)
         return with_begin(self.tokenizer, ids) if begin else ids
 
@@ -257,16 +233,9 @@ class ReaderPass:
 
 def make_frame(name: str, reader: Reader, prompt: config.Prompt) -> Frame:
     """Returns a reader's prompt text around context and question, by its template."""
-    rule = f"config.prompt.user={prompt.user!r} must hold {{context}} once and, after it, {{question}} once"
-    try:
-        parts = config.split_prompt(prompt.user)
-    except ValueError as error:
-        raise UserError(f"{rule} ({error})") from error
-    if parts is None:
-        raise UserError(rule)
+    parts = config.split_prompt(prompt.user)
+    assert parts is not None, "as `core.validation` wants it"
     user = parts[0] + _CONTEXT + parts[1] + _QUESTION + parts[2]
-    if reader.template not in ("plain", "chat"):
-        raise UserError(f'config.llms.{name}.template={reader.template!r} must be "plain" or "chat"')
     chat = reader.template == "chat"
     text = (reader.tokenizer.render_chat(user, system=prompt.system) if chat else user) + prompt.anchor
     if text.count(_CONTEXT) != 1 or text.count(_QUESTION) != 1 or text.index(_CONTEXT) > text.index(_QUESTION):
@@ -287,7 +256,7 @@ def make_frame(name: str, reader: Reader, prompt: config.Prompt) -> Frame:
     return Frame(before, middle, tail, " " if open_end and (prompt.anchor or not chat) else "")
 
 
-def tokenize(tokenizer: SourceTokenizer, texts: list[str], *, limit: int | None = None) -> list[np.ndarray]:
+def tokenize(tokenizer: AnyTokenizer, texts: list[str], *, limit: int | None = None) -> list[np.ndarray]:
     """Returns the ids of each text, i32, with nothing added.
 
     With a limit, only a prefix of a far longer text is tokenised: more than `limit` ids, the first `limit` of them the
@@ -314,16 +283,14 @@ def shared_prefix(name: str, reader: Reader, prompt: config.Prompt) -> np.ndarra
     return with_begin(reader.tokenizer, tokenize(reader.tokenizer, [make_frame(name, reader, prompt).before]))[0]
 
 
-def with_begin(tokenizer: ReaderTokenizer, rows: list[np.ndarray]) -> list[np.ndarray]:
+def with_begin(tokenizer: Tokenizer, rows: list[np.ndarray]) -> list[np.ndarray]:
     """Returns the rows with the tokenizer's first ids, unless they begin with them."""
     return [marked(row, tokenizer.begin) for row in rows]
 
 
 def _count(ids: np.ndarray, text: str, limit: int) -> str:
-    """Describes the number of ids of a text, of which `tokenize` may have read a prefix only."""
     return f"more than {limit} (of {len(text):,} characters)" if _is_cut(text, limit) else f"{len(ids)}"
 
 
 def _is_cut(text: str, limit: int) -> bool:
-    """Returns True where `tokenize` may read a prefix of a text only."""
     return len(text) > WIDEST * (limit + MARGIN)

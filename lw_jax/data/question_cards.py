@@ -126,10 +126,8 @@ def make(  # noqa: PLR0913
     """Returns `count` cards of `facts` sentences, or of as many keys with values ("pairs"); the same for equal words.
 
     Each is asked for one of its facts; with `every`, for each of them, in as many examples. No card is in both splits,
-    whatever the seeds and counts. Raises UserError for a count or a number of facts that cannot be made.
+    whatever the seeds and counts. Raises UserError for a number of facts that cannot be made.
     """
-    if count < 1:
-        raise UserError(f"config.data: {count} {split} cards requested; at least 1 is needed")
     if not 1 <= facts <= MAX_FACTS[style]:
         raise UserError(f"config.data.facts={facts} must be between 1 and {MAX_FACTS[style]} for {style!r}")
     rng = random.Random(f"{split}/{seed}/{facts}")
@@ -167,13 +165,11 @@ def _draw(rng: random.Random, facts: int) -> list[tuple[str, str, str]]:
 
 
 def _draw_profile(rng: random.Random, facts: int) -> list[tuple[str, str, str]]:
-    """Returns (name, attribute, value) facts of one person, each of another attribute, in random order."""
     name = f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
     return [(name, kind, value) for _, kind, value in _draw_pairs(rng, facts)]
 
 
 def _draw_pairs(rng: random.Random, facts: int) -> list[tuple[str, str, str]]:
-    """Returns that many different keys in random order, each with its own value."""
     return [("", key, rng.choice(ATTRIBUTES[key].values)) for key in rng.sample(sorted(ATTRIBUTES), facts)]
 
 

@@ -77,7 +77,6 @@ class Fields(Generic[_T]):
 
     @functools.cached_property
     def _read(self) -> frozenset[str]:
-        """Returns the columns that are read, or left out by the user."""
         columns = [self.columns.get(name, name) for name in names_of(self.kind)]
         return self.left.union(columns, (column.partition(".")[0] for column in columns))
 

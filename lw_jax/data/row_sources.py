@@ -232,7 +232,6 @@ def _split_of(file: Path) -> str:
 
 
 def _ask_hub(what: str, source: str, **options: Any) -> Any:
-    """Returns what a function of the library gives for a data set of the hub."""
     name, subset, _, revision = parse_hub(source, "")
     datasets = _import("datasets", source)
     try:
@@ -304,7 +303,6 @@ def _overlap(train: str, validation: str) -> bool:
 
 
 def _rows_of(source: str, split: str) -> set[str]:
-    """Returns the files of a local source; of a saved data set the folder of its split."""
     path, named = locate(source)
     if is_saved(path):
         return {os.path.realpath(path / (named or split) if _splits(path) else path)}

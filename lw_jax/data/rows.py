@@ -107,7 +107,6 @@ def read(path: Path, *, remedy: str, document: type[Any] | None = None) -> Itera
 
 
 def _lines(file: IO[bytes] | gzip.GzipFile, path: Path, limit: int) -> Iterator[tuple[int, bytes]]:
-    """Yields (number from 1, bytes) of the lines that are not blank. Raises UserError for one beyond the limit."""
     for number, line in enumerate(iter(lambda: file.readline(limit + 1), b""), 1):
         if len(line) > limit:
             raise UserError(f"{path}:{number}: a line of more than {limit:,} bytes; split or remove it")

@@ -19,6 +19,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.files import content_hash
 from lw_jax.data import chat_templates
 from lw_jax.hub import tokenizer_files
+from lw_jax.hub.config_json import Kind, read_or_default
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -132,13 +133,9 @@ class Tokenizer:
     def _chat_template(self, tools: Any) -> str:
         """Returns the chat template; of several the one named "default", or with tools "tool_use"."""
         try:
-            found = self.backend.get_chat_template(None, tools)
+            return self.backend.get_chat_template(None, tools)
         except ValueError as error:
             raise UserError(f'{self.backend.name_or_path}: {error}; use template="plain"') from error
-        if not isinstance(found, str):
-            kind = type(found).__name__
-            raise UserError(f'{self.backend.name_or_path}: chat_template must be a text, found {kind}; use "plain"')
-        return found
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -239,7 +236,7 @@ def load_source_tokenizer(location: Path) -> Tokenizer | BertTokenizer:
     Raises:
         UserError: no `tokenizer.json`, no padding token, or what `load_tokenizer` refuses.
     """
-    if not (location.is_dir() and tokenizer_files.is_bert(location)):
+    if not location.is_dir() or read_or_default(location / "config.json", Kind).model_type != "bert":
         return load_tokenizer(location)
     found = tokenizer_files.load(location)
     fast = found.fast

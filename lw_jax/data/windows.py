@@ -8,7 +8,7 @@ import numpy as np
 from lw_jax.core.types import Task
 from lw_jax.data.batches import Batch
 from lw_jax.data.corpus import Span
-from lw_jax.data.data_schedule import DataSchedule, Phase, Stream
+from lw_jax.data.data_schedule import DataSchedule, Stream
 
 Extra = Callable[[np.ndarray], Mapping[str, np.ndarray]]  # ids i32[b L+1] -> further fields [b ...]
 
@@ -32,7 +32,6 @@ class Windows(Stream):
 
     def collate(self, indices: Sequence[int], *, channel: np.ndarray | None = None) -> Batch:
         """Returns ids i32[b L+1], weights f32[b 1], rate f32[b], task, the extra fields, and index i32[b]."""
-        del channel
         starts = [self.span.start + index * self.length for index in indices]
         if starts and not 0 <= min(indices) <= max(indices) < len(self):
             raise IndexError(f"windows {list(indices)} of {len(self)}")
@@ -67,10 +66,6 @@ class WarmupSchedule(DataSchedule):
 
     warmup: int = 0  # batches; 0: always 1
     start: float = 1.0
-
-    @staticmethod
-    def of(encoded: Stream, *, warmup: int = 0, start: float = 1.0) -> "WarmupSchedule":
-        return WarmupSchedule((Phase(1, ((encoded, 1.0),)),), warmup=warmup, start=start)
 
     def rate(self, number: int) -> float:
         return self.start + min(1.0, number / self.warmup) * (1.0 - self.start) if self.warmup else 1.0

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from lw_jax.core.eval_rows import OF_CACHE, ROWS
-from lw_jax.evals.statistics import RESAMPLES, Bootstrap, Estimate
+from lw_jax.evals.statistics import Bootstrap, Estimate
 from lw_jax.evals.verdict import format_interval
 
 Record = dict[str, Any]
@@ -19,7 +19,7 @@ UPPER = ("text_taught", "text")  # rows that a message is measured against: the 
 FOLLOWED = ("swapped_taught", "swapped_text")  # the same of a text with another answer in it
 
 
-def summarise(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLES) -> dict[str, dict[str, Row]]:
+def summarise(records: Sequence[Record], *, seed: int) -> dict[str, dict[str, Row]]:
     """Returns {reader: {row: figures}}: positions, em, f1, nll, accuracy, first_token, first_5, distinct, and counts.
 
     positions: mean positions of the reader that hold the context. Rates lie in 0..1; nll is in nats per answer token
@@ -29,7 +29,7 @@ def summarise(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLE
     """
     found: dict[str, dict[str, Row]] = {}
     for (reader, row), group in _group(records).items():
-        bootstrap = _resample(group, resamples=resamples, seed=seed)
+        bootstrap = _resample(group, seed=seed)
         estimates = estimate(group, bootstrap)
         figures: Row = {key: _mean(group, key) for key in ("positions",) if key in group[0]}
         figures |= {key: one.value for key, one in estimates.items()}
@@ -47,7 +47,7 @@ def summarise(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLE
     return found
 
 
-def compare(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLES) -> dict[str, Row]:
+def compare(records: Sequence[Record], *, seed: int) -> dict[str, Row]:
     """Returns {reader: comparisons of its rows}, each with an interval from resamples that all rows share.
 
     The text is the row "upper", the first of UPPER that was measured; the message the row "latents".
@@ -67,12 +67,12 @@ def compare(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLES)
         figures: Row = {}
         if plain:
             first = next(iter(plain.values()))
-            bootstrap = _resample(first, resamples=resamples, seed=seed)
+            bootstrap = _resample(first, seed=seed)
             figures = _compare_plain(plain, {row: estimate(group, bootstrap) for row, group in plain.items()})
             figures |= {"examples": len(first), "texts": _count_texts(first)} if figures else {}
         text = next((own[row] for row in FOLLOWED if row in own), None)
         if text and "swapped" in own:
-            figures |= _follow(own["swapped"], text, _resample(text, resamples=resamples, seed=seed))
+            figures |= _follow(own["swapped"], text, _resample(text, seed=seed))
         found[reader] = figures
     return found
 
@@ -110,8 +110,8 @@ def _follow(message: Sequence[Record], text: Sequence[Record], bootstrap: Bootst
     return {"follows": share.value, "follows_interval": share.interval()}
 
 
-def _resample(records: Sequence[Record], *, resamples: int, seed: int) -> Bootstrap:
-    return Bootstrap([record["text"] for record in records], resamples=resamples, seed=seed)
+def _resample(records: Sequence[Record], *, seed: int) -> Bootstrap:
+    return Bootstrap([record["text"] for record in records], seed=seed)
 
 
 def _count_texts(records: Sequence[Record]) -> int:
@@ -187,7 +187,6 @@ def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
 
 
 def _group(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
-    """Returns the records of each (reader, row), sorted by example so that rows pair."""
     grouped: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         grouped.setdefault((record["reader"], record["row"]), []).append(record)

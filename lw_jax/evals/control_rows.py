@@ -161,7 +161,6 @@ def _read(
     latents: Mapping[str, Sent],
     options: config.Eval,
 ) -> list[Record]:
-    """Returns the records of all processes, in the order of one process: batch by batch, reader by reader."""
     groups: list[list[Record]] = []  # of each batch, reader and row
     texts = number_texts(encoded)
     total = -(-len(indices) // options.batch) * len(encoded.readers) * len(rows)

@@ -64,7 +64,6 @@ def _sum_pairs(units: np.ndarray) -> np.ndarray:
 
 
 def _count_pairs(used: np.ndarray) -> np.ndarray:
-    """Returns how many messages have both slots i and j, [m m]."""
     return used.T.astype(np.int64) @ used.astype(np.int64)
 
 

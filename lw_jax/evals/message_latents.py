@@ -9,6 +9,7 @@ import numpy as np
 from lw_jax.core import processes
 from lw_jax.core.progress import phase
 from lw_jax.data.batches import Batch, Encoded
+from lw_jax.data.loader import batches_of
 
 
 class Sent(NamedTuple):
@@ -79,16 +80,10 @@ def _encode_once(
     sources = dataclasses.replace(
         encoded, source=dataclasses.replace(encoded.source, ids=[*chosen.values()]), readers={}
     )
-    number, count = processes.share()
-    own = slice(number * batch // count, (number + 1) * batch // count)
-    parts = []
-    starts = range(0, len(chosen), batch)
-    with phase("encoding the texts", len(starts), "batches") as done:
-        for start in done.track(starts):
-            rows = list(range(start, min(start + batch, len(chosen))))
-            rows = (rows + rows[-1:] * (batch - len(rows)))[own]
-            parts.append(encode(sources.collate(rows)["source"]))
+    hosts = batches_of(sources, range(len(chosen)), batch, share=processes.share())
+    with phase("encoding the texts", -(-len(chosen) // batch), "batches") as done:
+        parts = [encode(host["source"]) for host in done.track(hosts)]
     gathered = np.stack(processes.gather_rows(np.concatenate(parts)))  # [processes, batches x rows, m, z]
     shape = gathered.shape[2:]
-    by_batch = gathered.reshape(count, len(parts), -1, *shape).swapaxes(0, 1)
+    by_batch = gathered.reshape(len(gathered), len(parts), -1, *shape).swapaxes(0, 1)
     return by_batch.reshape(-1, *shape)[: len(chosen)], at

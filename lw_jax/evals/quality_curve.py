@@ -5,12 +5,13 @@ value, and readers read the unpacked message.
 """
 
 import csv
+import dataclasses
 import gzip
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import brotli
 import numpy as np
@@ -18,10 +19,11 @@ import zstandard
 
 from lw_jax.core import config, processes
 from lw_jax.core.config_sections import BITS
+from lw_jax.core.eval_rows import PROMPT_FIELDS
 from lw_jax.core.progress import phase
-from lw_jax.core.types import EXACT
 from lw_jax.data.batches import Encoded
 from lw_jax.data.examples import spread
+from lw_jax.data.loader import batches_of
 from lw_jax.evals import comparison, control_rows
 from lw_jax.evals.comparison import Record
 from lw_jax.evals.control_rows import Measured, WireSession
@@ -31,6 +33,7 @@ from lw_jax.evals.statistics import Bootstrap
 from lw_jax.models import codec
 
 ROW = "latents"
+SIZE = ("slots", "width", "bits", "ratio")  # of a message
 
 
 def sweep(
@@ -46,7 +49,7 @@ def sweep(
     total = -(-len(indices) // options.batch) * len(BITS) * len(measured.encoded.readers)
     for number, size in enumerate(sizes, 1):
         found: dict[int, list[Record]] = {}
-        sending = _send(bench, measured.encoded, indices, size, options=options, encoder=encoder)
+        sending = _send(bench, size, indices, options=options, encoder=encoder)
         what = "measuring quality by message size" + (f", {number} of {len(sizes)} sizes" if len(sizes) > 1 else "")
         with phase(what, total, "batches") as done:
             groups = list(done.track(sending))
@@ -65,25 +68,19 @@ def sweep(
     )
 
 
-class _Size(NamedTuple):
-    """A size of messages: their slots, or where `ratio` is above 0 as many as their texts need at it, at most these."""
-
-    slots: int
-    width: int
-    ratio: int = 0  # source tokens a slot
-
-    def count(self, encoded: Encoded, indices: Sequence[int]) -> np.ndarray:
-        """Returns i32[n]: the slots of each example's message."""
-        if self.ratio:
-            return encoded.count_slots(indices, self.ratio)
-        return np.full(len(indices), self.slots, np.int32)
-
-
-def _sizes(measured: Measured, sent: config.AnswerStage) -> list[_Size]:
-    _, most, width = measured.latents.shape
+def _sizes(measured: Measured, sent: config.AnswerStage) -> list[Encoded]:
+    """Returns the data set for each size of messages: their slots, or at a ratio as many as their texts need."""
+    kept = {
+        name: {key: field for key, field in fields.items() if key not in PROMPT_FIELDS}
+        for name, fields in measured.encoded.readers.items()
+    }
+    _, most, whole = measured.latents.shape
     ratios = sent.ratios or (() if sent.slots else (measured.encoded.ratio,))
-    slots = [(one, 0) for one in sent.slots] + [(most, ratio) for ratio in ratios]
-    return [_Size(one, width, ratio) for (one, ratio), width in itertools.product(slots, sent.widths or (width,))]
+    slots = [(count, 0) for count in sent.slots] + [(most, ratio) for ratio in ratios]
+    return [
+        dataclasses.replace(measured.encoded, readers=kept, slots=count, width=width, ratio=ratio)
+        for (count, ratio), width in itertools.product(slots, sent.widths or (whole,))
+    ]
 
 
 def texts_of(measured: Measured, options: config.Eval) -> list[str]:
@@ -129,48 +126,28 @@ def table(curve: Curve) -> str:
     sizes = {"slots": 7, "width": 7, "bits": 6, "payload": 9, "framed": 8}
     heads = [f"{name} {curve.quality}" for name in readers]
     lines = ["".join(f"{name:>{size}}" for name, size in sizes.items()) + "".join(f"{head:>18}" for head in heads)]
-    for (slots, width, bits, _), points in _by_size(curve.points).items():
+    for _, group in itertools.groupby(curve.points, lambda point: [point.get(name) for name in SIZE]):
+        points: list[Any] = list(group)  # of all readers
         first = points[0]
-        numbers = (slots, width, bits, first["payload_bytes"], round(first["framed_bytes"]))
+        numbers = (first["slots"], first["width"], first["bits"], first["payload_bytes"], round(first["framed_bytes"]))
         line = "".join(f"{number:>{size}}" for number, size in zip(numbers, sizes.values(), strict=True))
         lines.append(line + "".join(f"{point[curve.quality]:>18.3f}" for point in points))
     text = ", ".join(f"{name} {size:.0f}" for name, size in curve.text_bytes.items())
     return "\n".join([*lines, f"the same {curve.examples} contexts as text, mean bytes: {text}"])
 
 
-def _by_size(points: Sequence[Any]) -> dict[tuple, list[Any]]:
-    found: dict[tuple, list[Any]] = {}
-    for point in points:
-        size = (point["slots"], point["width"], point["bits"], point.get("ratio", 0))
-        found.setdefault(size, []).append(point)
-    return found
-
-
 def _send(
-    bench: WireSession,
-    encoded: Encoded,
-    indices: Sequence[int],
-    size: _Size,
-    *,
-    options: config.Eval,
-    encoder: str,
+    bench: WireSession, sized: Encoded, indices: Sequence[int], *, options: config.Eval, encoder: str
 ) -> Iterator[list[tuple[int, Record]]]:
     """Yields, for each batch, bits and reader, (bits, record) of this process's examples.
 
-    The messages are packed and unpacked.
+    The messages are packed and unpacked; the encoder must not quantise them before.
     """
-    number, count = processes.share()
-    own = slice(number * options.batch // count, (number + 1) * options.batch // count)
-    for start in range(0, len(indices), options.batch):
-        real = list(indices[start : start + options.batch])
-        rows, real = (real + real[-1:] * (options.batch - len(real)))[own], real[own]
-        # The encoder must not quantise here: the codec does.
-        channel = np.tile(np.array([0, size.width, EXACT], np.int32), (len(rows), 1))
-        channel[:, 0] = size.count(encoded, rows)
-        host = encoded.collate(rows, rows=(), channel=channel)
-        source = bench.place(host["source"], None)
+    for host in batches_of(sized, indices, options.batch, share=processes.share()):
+        channel, source = host["source"]["channel"], bench.place(host["source"], None)
         latents = np.asarray(bench.fetch(bench.encode(source), None), np.float32)
         placed = {name: bench.place(fields, name) for name, fields in host["readers"].items()}
+        real = [(position, index) for position, index in enumerate(host["index"].tolist()) if host["valid"][position]]
         for bits in BITS:
             received, framed = _round_trip(latents, channel, bits=bits, encoder=encoder)
             for name, fields in placed.items():
@@ -180,16 +157,16 @@ def _send(
                     predictions, scores = bench.answer(fields, name, prompt, max_new_tokens=options.max_new_tokens)
                 else:
                     scores = bench.score(fields, name, prompt)
-                found: list[tuple[int, Record]] = []
-                for position, index in enumerate(real):
+                records: list[tuple[int, Record]] = []
+                for position, index in real:
                     record = {key: float(value[position]) for key, value in scores.items()}
                     slots = int(channel[position, 0])
-                    taken = control_rows.positions(encoded, name, ROW, index, slots=slots)
+                    taken = control_rows.positions(sized, name, ROW, index, slots=slots)
                     record |= {"slots": slots, "framed_bytes": framed[position], "positions": taken}
                     if predictions is not None:
-                        record |= control_rows.judge(encoded.examples[index], predictions[position])
-                    found.append((bits, {"reader": name, "row": ROW, "index": index} | record))
-                yield found
+                        record |= control_rows.judge(sized.examples[index], predictions[position])
+                    records.append((bits, {"reader": name, "row": ROW, "index": index} | record))
+                yield records
 
 
 def _round_trip(latents: np.ndarray, channel: np.ndarray, *, bits: int, encoder: str) -> tuple[np.ndarray, list[int]]:
@@ -202,7 +179,7 @@ def _round_trip(latents: np.ndarray, channel: np.ndarray, *, bits: int, encoder:
     return received, sizes
 
 
-def _points(size: _Size, bits: int, records: Sequence[Record], bootstrap: Bootstrap) -> list[dict[str, Any]]:
+def _points(size: Encoded, bits: int, records: Sequence[Record], bootstrap: Bootstrap) -> list[dict[str, Any]]:
     """Returns each reader's figures at one message size; by `ratio` its slots and bytes are means."""
     points = []
     for reader in dict.fromkeys(record["reader"] for record in records):

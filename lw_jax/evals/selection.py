@@ -17,6 +17,7 @@ import numpy as np
 
 from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.batches import Encoded
+from lw_jax.data.tokens import Tokenizer
 from lw_jax.evals.control_rows import positions
 
 ROW = "selected_taught"
@@ -70,7 +71,7 @@ def attach(
     return dataclasses.replace(encoded, readers=readers, context_tokens=counts)
 
 
-def choose(text: str, scored: Scored, tokenizer: prompt_tokens.ReaderTokenizer, *, room: int) -> str:
+def choose(text: str, scored: Scored, tokenizer: Tokenizer, *, room: int) -> str:
     """Returns the words with the most nats for each of the reader's tokens, as many as fit, in the text's order."""
     found = words(text, scored.spans)
     spoken = [text[slice(*word)] for word in found]

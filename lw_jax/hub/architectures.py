@@ -117,7 +117,6 @@ def _hint(source: str, known: Collection[str]) -> str:
 
 
 def _find_cached(source: str, hint: str) -> Path | None:
-    """Returns the config.json of a hub's model where it is on this machine. Raises UserError for no model's name."""
     from huggingface_hub.utils import validate_repo_id  # the package does not import it by itself
 
     try:

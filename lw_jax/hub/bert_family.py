@@ -10,17 +10,7 @@ from lw_jax.hub import config_json as stated_fields
 from lw_jax.hub.families import HARMLESS, Row, Slot, list_slots, refuse_fields
 from lw_jax.models.bert import BertConfig, abstract
 
-# Without these a default of transformers would silently replace the model's own size.
-_REQUIRED = {
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "layer_norm_eps",
-    "max_position_embeddings",
-    "type_vocab_size",
-}
+_REQUIRED = stated_fields.names(stated_fields.Bert)
 # field -> the one value under which the body computes the same; absent or null means that value
 _MUST_EQUAL: dict[str, Any] = {
     "hidden_act": "gelu",

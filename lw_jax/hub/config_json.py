@@ -4,6 +4,7 @@ Fields that must have one value, and those that are unknown, are `families.refus
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -18,9 +19,10 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """Model class of a config.json."""
+    """Model class of a config.json, and the rows of its embedding table."""
 
     model_type: str | None = None
+    vocab_size: Size | None = None
 
 
 class Rope(msgspec.Struct, frozen=True):
@@ -126,6 +128,20 @@ class Gguf(msgspec.Struct, frozen=True):
     freq_base: Positive | None = msgspec.field(name="rope.freq_base", default=None)
 
 
+def read_or_default(file: Path, kind: type[_T]) -> _T:
+    """Returns a JSON file as `kind`; the kind's defaults where there is no file."""
+    try:
+        return schema.read(file, kind, remedy="fetch the file again")
+    except FileNotFoundError:
+        return kind()
+
+
+def names(kind: type[msgspec.Struct], *, required: bool = False) -> frozenset[str]:
+    """Returns the fields of a type as files spell them; those alone that a file must have, where `required`."""
+    found = msgspec.structs.fields(kind)
+    return frozenset(field.encode_name for field in found if field.required or not required)
+
+
 def check(fields: Mapping[str, Any], kind: type[_T], where: str) -> _T:
     """Returns the fields as `kind`; raises UserError that names file, field, value and rule."""
     return schema.convert(dict(fields), kind, where=where, remedy="correct the field, or fetch the file again")
@@ -134,9 +150,3 @@ def check(fields: Mapping[str, Any], kind: type[_T], where: str) -> _T:
 def is_stated(value: Any) -> bool:
     """Returns whether a field's value differs from an absent one's: null, false and empty say nothing."""
     return value is not None and value is not False and value not in ("", [], {})
-
-
-def shorten(value: Any) -> str:
-    """Returns a value for a message, at most 80 characters of it."""
-    shown = repr(value)
-    return shown if len(shown) <= 80 else f"{shown[:80]}..."

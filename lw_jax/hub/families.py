@@ -14,7 +14,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.hub import config_json as stated_fields
 from lw_jax.hub import rope_fields
-from lw_jax.hub.config_json import Packing, Rope, is_stated, shorten
+from lw_jax.hub.config_json import Packing, Rope, is_stated
 from lw_jax.hub.rope_fields import PARTIAL
 from lw_jax.models.decoder import DecoderConfig, abstract
 from lw_jax.models.rotary import LongRope
@@ -22,17 +22,9 @@ from lw_jax.models.rotary import LongRope
 Fields = Mapping[str, Any]
 
 # Without these a default of transformers would silently replace the model's own size.
-_REQUIRED = {
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "max_position_embeddings",
-}
+_REQUIRED = stated_fields.names(stated_fields.Decoder, required=True)
 _HANDLED = _REQUIRED | {
     "is_decoder",  # every one is
-    "model_type",
     "num_key_value_heads",
     "head_dim",
     "tie_word_embeddings",
@@ -277,7 +269,7 @@ def _family(fields: Fields, where: str) -> Family:
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = f"readers of model_type {sorted(FAMILIES)} are supported"
-        raise UserError(f"{where}: model_type={shorten(model_type)}; {known}")
+        raise UserError(f"{where}: model_type={model_type!r:.80}; {known}")
     return FAMILIES[model_type]
 
 
@@ -304,7 +296,6 @@ _AWQ = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 128, 
 
 
 def _refuse_packing(stated: Packing | None, where: str) -> None:
-    """Refuses stored quantisation of another kind than AWQ as `quant` reads it."""
     stated = stated or Packing()
     for key, value in _AWQ.items():
         had = getattr(stated, key)
@@ -326,7 +317,7 @@ def refuse_fields(
     """
     family = fields.get("model_type")
     if "quantization_config" in raw_keys and is_stated(fields.get("quantization_config")):
-        had = shorten(fields.get("quantization_config"))
+        had = f"{fields.get('quantization_config')!r:.80}"
         raise UserError(
             f"{where}: quantization_config={had}: quantised storage is read from .gguf files only; use the model's "
             "unquantised folder"
@@ -336,11 +327,11 @@ def refuse_fields(
     for key, value in must.items():
         had = fields.get(key)
         if had is not None and (had != value or isinstance(had, bool) != isinstance(value, bool)):
-            raise UserError(f"{where}: {key}={shorten(had)}, only {value!r} is supported for model_type {family!r}")
+            raise UserError(f"{where}: {key}={had!r:.80}, only {value!r} is supported for model_type {family!r}")
     if unknown := sorted(key for key in raw_keys - free - must.keys() if is_stated(fields.get(key))):
         had = f"{unknown[0]!r:.80}"[1:-1]
         raise UserError(
-            f"{where}: field {had}={shorten(fields.get(unknown[0]))} is not known for model_type {family!r} and may "
+            f"{where}: field {had}={fields.get(unknown[0])!r:.80} is not known for model_type {family!r} and may "
             "change what the model computes; if it does not, remove it from the file"
         )
 
@@ -386,7 +377,6 @@ def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
 
 
 def _holds(family: Family, cfg: DecoderConfig) -> bool:
-    """Returns True where a config.json of the family can describe this decoder."""
     same = (
         cfg.norm == family.norm
         and family.biases in (None, cfg.qkv_bias)

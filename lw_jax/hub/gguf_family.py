@@ -14,24 +14,8 @@ from lw_jax.models.decoder import DecoderConfig, abstract
 from lw_jax.models.rotary import Llama3Scaling
 
 ARCHITECTURES = ("llama", "qwen2")
-# GGUF key without the architecture -> Hugging Face field
-_FIELDS = {
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-}
 _MUST_EQUAL: dict[str, Any] = {"expert_count": 0, "expert_used_count": 0, "rope.scaling.type": "none"}
-_HANDLED = {
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.value_length",
-    "rope.dimension_count",
-    "rope.freq_base",
-    "vocab_size",
-}
+_KNOWN = stated_fields.names(stated_fields.Gguf) | _MUST_EQUAL.keys() | {"vocab_size"}
 _DEFAULT_THETA = 10000.0  # what the format's readers assume when rope.freq_base is absent
 _FACTOR_TOLERANCE = 1e-4  # relative; the file holds them as fp32
 
@@ -80,12 +64,10 @@ def hf_fields(
         had = f"split.count={metadata['split.count']!r:.80}"
         raise UserError(f"{where}: {had}: a part of a model; join them with llama-gguf-split --merge")
     stored = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
-    if missing := [key for key in _FIELDS if key not in stored]:
-        raise UserError(f"{where}: field {arch}.{missing[0]} is missing; convert the model again")
     for key, value in _MUST_EQUAL.items():
         if stored.get(key, value) != value:
             raise UserError(f"{where}: {arch}.{key}={stored[key]!r:.80}, only {value!r} is supported")
-    if unknown := sorted(set(stored) - _FIELDS.keys() - _HANDLED - _MUST_EQUAL.keys()):
+    if unknown := sorted(stored.keys() - _KNOWN):
         had = f"{unknown[0]:.80}={stored[unknown[0]]!r:.80}"
         raise UserError(f"{where}: field {arch}.{had} may change what the model computes")
     if lists := [key for key, value in stored.items() if isinstance(value, list)]:
@@ -95,8 +77,14 @@ def hf_fields(
     stated = stated_fields.check(stored, stated_fields.Gguf, f"{where}: {arch}")
     head_dim = _head_dim(stated, where)
     theta = _DEFAULT_THETA if stated.freq_base is None else stated.freq_base
-    return {name: stored[key] for key, name in _FIELDS.items()} | {
+    return {
         "model_type": arch,
+        "num_hidden_layers": stated.block_count,
+        "max_position_embeddings": stated.context_length,
+        "hidden_size": stated.embedding_length,
+        "intermediate_size": stated.feed_forward_length,
+        "num_attention_heads": stated.head_count,
+        "rms_norm_eps": stated.epsilon,
         "vocab_size": tensors["token_embd.weight"][0],
         "num_key_value_heads": stated.head_count_kv or stated.head_count,
         "head_dim": head_dim,

@@ -16,8 +16,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from lw_jax.core.errors import UserError
 
 MAGIC = b"GGUF"
-_AXES = 4  # of a tensor: the format's own limit
-_ALIGNMENT, _ALIGNMENTS = 32, tuple(2**n for n in range(3, 17))  # bytes: where none is stated; what may be stated
+_ALIGNMENT = 32  # bytes, where none is stated
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 # value types of the format: u8 i8 u16 i16 u32 i32 f32 bool, then u64 i64 f64
@@ -61,13 +60,6 @@ class _Cursor:
     def string(self) -> str:
         return str(self.take(self.scalar("<Q")), "utf-8")
 
-    def name(self) -> str:
-        """Returns a string of printable characters: names come into messages of one line."""
-        found = self.string()
-        if not found.isprintable():
-            raise ValueError(f"name {found[:80]!r}, printable characters are needed")
-        return found
-
     def value(self, kind: int) -> Any:
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind])
@@ -88,8 +80,7 @@ def read_header(path: Path) -> Header:
     """Returns metadata and tensor table of a GGUF file.
 
     Raises:
-        UserError: no GGUF, an unknown version, a name given twice, tensors that do not lie one after the other in the
-            order of their table at multiples of the alignment, or fewer bytes than the file itself announces.
+        UserError: no GGUF, an unknown version, or fewer bytes than the file itself announces.
     """
     stat = path.stat()
     return _read_header(path, stat.st_size, stat.st_mtime_ns)
@@ -107,7 +98,7 @@ def _read_header(path: Path, size: int, _changed: int) -> Header:
         raise UserError(
             f"{path}: its header ends past the file's {size} bytes; it is cut off, fetch it again"
         ) from None
-    except ValueError as error:  # UnicodeDecodeError is one
+    except (ValueError, TypeError, ArithmeticError, LookupError) as error:
         raise UserError(f"{path}: malformed or unsupported GGUF header ({error}); fetch or convert it again") from error
     for name, info in header.tensors.items():
         if info.offset + info.nbytes > size:
@@ -126,41 +117,22 @@ def _parse(cursor: _Cursor) -> Header:
     tensor_count, field_count = cursor.scalar("<Q"), cursor.scalar("<Q")
     metadata: dict[str, Any] = {}
     for _ in range(field_count):
-        key = cursor.name()
-        if key in metadata:
-            raise ValueError(f"field {key} twice")
+        key = cursor.string()
         metadata[key] = cursor.value(cursor.scalar("<I"))
+    table = [_tensor(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", _ALIGNMENT)
-    if isinstance(alignment, bool) or alignment not in _ALIGNMENTS:
-        raise ValueError(f"general.alignment={alignment!r:.80}, a power of two from 8 to {_ALIGNMENTS[-1]} is needed")
-    table: dict[str, TensorInfo] = {}
-    end = 0
-    for _ in range(tensor_count):
-        name, info = _tensor(cursor)
-        if name in table:
-            raise ValueError(f"tensor {name} twice")
-        if info.offset != end:
-            raise ValueError(f"tensor {name} at offset {info.offset}, the one before it ends at {end}")
-        table[name] = info
-        end = _aligned(end + info.nbytes, alignment)
-    data = _aligned(cursor.at, alignment)
-    return Header(metadata, {name: info._replace(offset=info.offset + data) for name, info in table.items()})
+    data = -(-cursor.at // alignment) * alignment
+    return Header(metadata, {name: info._replace(offset=info.offset + data) for name, info in table})
 
 
 def _tensor(cursor: _Cursor) -> tuple[str, TensorInfo]:
     """Returns one row of the table, its offset still from the start of the tensors' bytes."""
-    name, axes = cursor.name(), cursor.scalar("<I")
-    if not 1 <= axes <= _AXES:
-        raise ValueError(f"tensor {name}: {axes} axes, 1 to {_AXES} are needed")
+    name, axes = cursor.string(), cursor.scalar("<I")
     dims = [cursor.scalar("<Q") for _ in range(axes)]
     kind = GGMLQuantizationType(cursor.scalar("<I"))
     block, block_bytes = GGML_QUANT_SIZES[kind]
-    if min(dims) < 1 or dims[0] % block:
+    if dims[0] % block:
         raise ValueError(f"tensor {name}: rows of {dims[:1]} values do not fill {kind.name} blocks of {block}")
     # the format lists the fastest dimension first
     nbytes = math.prod(dims) // block * block_bytes
     return name, TensorInfo(kind.name, tuple(reversed(dims)), cursor.scalar("<Q"), nbytes)
-
-
-def _aligned(offset: int, alignment: int) -> int:
-    return -(-offset // alignment) * alignment

@@ -15,7 +15,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.files import whole
 from lw_jax.core.types import Tree
 from lw_jax.hub import families
-from lw_jax.hub.config_json import is_stated, shorten
+from lw_jax.hub.config_json import is_stated
 from lw_jax.hub.tensor_files import FLOATS, read_safetensors, read_tensor, write_safetensors
 from lw_jax.models import lora
 from lw_jax.models.decoder import DecoderConfig
@@ -98,11 +98,7 @@ def load(folder: Path, cfg: DecoderConfig) -> tuple[Tree, Lora]:
     spec = Lora(saved.r, float(saved.lora_alpha), float(saved.lora_dropout or 0.0), ())
     pairs: dict[str, dict[str, list[np.ndarray]]] = {}
     for name, (a, b, scale) in _collect(folder, stored, saved, cfg).items():
-        with np.errstate(over="ignore"):
-            scaled = [one * (scale / spec.scale) for one in b]
-        if not all(np.isfinite(one).all() for one in scaled):
-            raise UserError(f"{folder}: {MODULES[name]} times its alpha is too large for fp32; {_REMEDY}")
-        pairs[name] = {"a": a, "b": scaled}
+        pairs[name] = {"a": a, "b": [one * (scale / spec.scale) for one in b]}
     names = tuple(name for name in MODULES if name in pairs)
     tree = {}
     for name in names:
@@ -132,7 +128,7 @@ def _read_config(file: Path) -> _Adapter:
         other = ["init_lora_weights"]
     if other:
         raise UserError(
-            f"{file}: {other[0]:.80}={shorten(stated[other[0]])} is not supported: pairs that are added to the base "
+            f"{file}: {other[0]:.80}={stated[other[0]]!r:.80} is not supported: pairs that are added to the base "
             "model as it is are read; train the adapter without it, or convert it with peft"
         )
     return saved
@@ -226,14 +222,8 @@ def _fuse(modules: dict[str, Matrices], cfg: DecoderConfig) -> dict[str, Matrice
             continue
         nothing = {part: (np.zeros((0, cfg.width), np.float32), np.zeros((sizes[part], 0), np.float32)) for part in own}
         layers = zip(*(modules.get(part, [nothing[part]] * cfg.layers) for part in own), strict=True)
-        out[fused] = [(np.concatenate([a for a, _ in pairs]), _diagonal([b for _, b in pairs])) for pairs in layers]
+        out[fused] = [
+            (np.concatenate([a for a, _ in pairs]), np.asarray(jax.scipy.linalg.block_diag(*(b for _, b in pairs))))
+            for pairs in layers
+        ]
     return out
-
-
-def _diagonal(blocks: list[np.ndarray]) -> np.ndarray:
-    whole = np.zeros((sum(len(b) for b in blocks), sum(b.shape[1] for b in blocks)), np.float32)
-    row, column = 0, 0
-    for block in blocks:
-        whole[row : row + len(block), column : column + block.shape[1]] = block
-        row, column = row + len(block), column + block.shape[1]
-    return whole

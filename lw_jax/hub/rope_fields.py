@@ -5,7 +5,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from lw_jax.core.errors import UserError
-from lw_jax.hub.config_json import Decoder, Rope, is_stated, shorten
+from lw_jax.hub.config_json import Decoder, Rope, is_stated
 from lw_jax.models.rotary import Llama3Scaling, LongRope
 
 PARTIAL = "partial_rotary_factor"
@@ -24,7 +24,7 @@ def check(raw: Mapping[str, Any], rope: Rope, kinds: Set[str], *, partial: bool,
     needed, optional = _ROPE_FIELDS[kind]
     known = {"rope_type", "type", "rope_theta", PARTIAL, *needed, *optional}
     if unknown := sorted(key for key in set(raw) - known if is_stated(raw[key])):
-        had = f"{unknown[0]}={shorten(raw[unknown[0]])}"
+        had = f"{unknown[0]}={raw[unknown[0]]!r:.80}"
         raise UserError(f"{where}: rope field {had} is not known for rope_type {kind!r}")
     if not partial and rope.partial_rotary_factor not in (None, 1.0):
         raise UserError(f"{where}: {PARTIAL}={rope.partial_rotary_factor!r}, only 1.0 is supported")

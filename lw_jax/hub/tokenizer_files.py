@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from lw_jax.core import schema
 from lw_jax.core.errors import UserError
+from lw_jax.hub.config_json import Kind, read_or_default
 from lw_jax.hub.gguf_header import read_header
 
 if TYPE_CHECKING:
@@ -42,27 +43,16 @@ class _Generation(msgspec.Struct, frozen=True):
     eos_token_id: TokenId | tuple[TokenId, ...] | None = None
 
 
-class _ModelConfig(msgspec.Struct, frozen=True):
-    model_type: str | None = None
-    vocab_size: schema.Size | None = None
-
-
 class _Gguf(msgspec.Struct, frozen=True, rename=lambda name: f"tokenizer.ggml.{name}"):
     tokens: tuple[str, ...]
-    merges: tuple[Annotated[str, msgspec.Meta(pattern=r"^[^ ]+ [^ ]+$")], ...]
+    merges: tuple[str, ...]
     token_type: tuple[int, ...]
-    scores: tuple[float, ...] | None = None
     add_bos_token: bool | None = None
     bos_token_id: TokenId | None = None
     eos_token_id: TokenId | None = None
     padding_token_id: TokenId | None = None
     eot_token_id: TokenId | None = None
     chat_template: str | None = msgspec.field(name="tokenizer.chat_template", default=None)
-
-
-def is_bert(folder: Path) -> bool:
-    """Returns True where a folder's config.json, if there is one, names a BERT-class body."""
-    return _read(folder / "config.json", _ModelConfig).model_type == "bert"
 
 
 def load(location: Path) -> Loaded:
@@ -92,14 +82,6 @@ def library_refusals(where: str) -> Iterator[None]:
 # --- folders
 
 
-def _read(file: Path, kind: type) -> Any:
-    """Returns a file as `kind`; the kind's defaults where there is no file."""
-    try:
-        return schema.read(file, kind, remedy=_FETCH)
-    except FileNotFoundError:
-        return kind()
-
-
 def _from_folder(folder: Path) -> Loaded:
     from transformers import PreTrainedTokenizerFast
 
@@ -112,14 +94,14 @@ def _from_folder(folder: Path) -> Loaded:
     # (transformers 5.23 does for every qwen2 folder), so other ids than the model was trained with.
     with library_refusals(str(folder)):
         fast = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-    for token in _read(folder / "tokenizer.json", _TokenizerJson).added_tokens:
+    for token in read_or_default(folder / "tokenizer.json", _TokenizerJson).added_tokens:
         if (place := fast.backend_tokenizer.token_to_id(token.content)) != token.id:
             raise UserError(
                 f"{folder}: added token {token.content!r:.80} has id {token.id}, its place is {place}; {_FETCH}"
             )
-    ends = _read(folder / "generation_config.json", _Generation).eos_token_id
+    ends = read_or_default(folder / "generation_config.json", _Generation).eos_token_id
     stops = ends if isinstance(ends, tuple) else () if ends is None else (ends,)
-    return Loaded(fast, stops, _read(folder / "config.json", _ModelConfig).vocab_size)
+    return Loaded(fast, stops, read_or_default(folder / "config.json", Kind).vocab_size)
 
 
 # --- GGUF
@@ -163,25 +145,18 @@ def _from_gguf(path: Path, metadata: Mapping[str, Any]) -> "tuple[PreTrainedToke
     remedy = "use the model's folder with its tokenizer.json"
     parsed = schema.convert(dict(metadata), _Gguf, where=str(path), remedy=remedy)
     vocab = {token: i for i, token in enumerate(parsed.tokens)}
-    if len(vocab) != len(parsed.tokens):
-        raise UserError(f"{path}: {len(parsed.tokens) - len(vocab)} tokens of tokenizer.ggml.tokens are repeated")
-    for name in ("token_type", "scores"):
-        values = getattr(parsed, name)
-        if values is not None and len(values) != len(parsed.tokens):
-            raise UserError(
-                f"{path}: tokenizer.ggml.{name} has {len(values)} values, {len(parsed.tokens)} tokens need one each"
-            )
-    names = _named_tokens(path, parsed)
+    ids = {"bos_token": parsed.bos_token_id, "eos_token": parsed.eos_token_id, "pad_token": parsed.padding_token_id}
     with library_refusals(str(path)):
+        names = {name: parsed.tokens[i] for name, i in ids.items() if i is not None}
         merges = [(first, second) for first, second in (merge.split(" ") for merge in parsed.merges)]
         backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
+        kinds = list(zip(parsed.tokens, parsed.token_type, strict=True))
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = known[pre]
     backend.decoder = decoders.ByteLevel()
     for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        marked = [t for t, kind in zip(parsed.tokens, parsed.token_type, strict=True) if kind == wanted]
-        added = [AddedToken(token, normalized=False, special=special) for token in marked]
+        added = [AddedToken(token, normalized=False, special=special) for token, kind in kinds if kind == wanted]
         backend.add_special_tokens(added) if special else backend.add_tokens(added)
     # llama.cpp's rule: files that do not say get a BOS for Llama 3's vocabulary and none for the others
     if pre == "llama-bpe" if parsed.add_bos_token is None else parsed.add_bos_token:
@@ -191,14 +166,6 @@ def _from_gguf(path: Path, metadata: Mapping[str, Any]) -> "tuple[PreTrainedToke
         backend.post_processor = processors.TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, vocab[bos])])
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=parsed.chat_template, **names)
     return fast, () if parsed.eot_token_id is None else (parsed.eot_token_id,)
-
-
-def _named_tokens(path: Path, parsed: _Gguf) -> dict[str, str]:
-    keys = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
-    ids = {name: getattr(parsed, f"{key}_token_id") for name, key in keys.items()}
-    if beyond := [f"{keys[name]}_token_id={i}" for name, i in ids.items() if i is not None and i >= len(parsed.tokens)]:
-        raise UserError(f"{path}: tokenizer.ggml.{beyond[0]}, there are {len(parsed.tokens)} tokens; convert it again")
-    return {name: parsed.tokens[i] for name, i in ids.items() if i is not None}
 
 
 def check_ids(ids: Iterable[int | None], *, vocab: int, rows: int | None, where: str) -> None:

@@ -9,7 +9,7 @@ from lw_jax.hub.families import HARMLESS, Row, Slot, list_slots, refuse_fields
 from lw_jax.models.ttt import TTTConfig, abstract
 
 MODEL_TYPE = "ttt"
-_REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
+_REQUIRED = stated_fields.names(stated_fields.TTT, required=True)
 # field -> (TTTConfig's name, the value that the authors' class gives it where a file is silent)
 _READ: dict[str, tuple[str, Any]] = {
     "ttt_layer_type": ("inner", "linear"),

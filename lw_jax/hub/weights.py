@@ -21,7 +21,7 @@ from lw_jax.core.files import whole
 from lw_jax.core.progress import phase
 from lw_jax.core.types import Tree
 from lw_jax.hub import awq, bert_family, families, gguf_family, ttt_family
-from lw_jax.hub.config_json import Kind
+from lw_jax.hub.config_json import Kind, read_or_default
 from lw_jax.hub.families import Place
 from lw_jax.hub.gguf_header import read_header
 from lw_jax.hub.tensor_files import (
@@ -106,8 +106,7 @@ def describe_bert(location: Path) -> BertConfig:
 
 def is_ttt(location: Path) -> bool:
     """Returns True where a folder's config.json names a Test-Time-Training model."""
-    file = location / "config.json"
-    return file.is_file() and schema.read(file, Kind, remedy=_FETCH).model_type == ttt_family.MODEL_TYPE
+    return location.is_dir() and read_or_default(location / "config.json", Kind).model_type == ttt_family.MODEL_TYPE
 
 
 def describe_ttt(location: Path) -> TTTConfig:
@@ -179,7 +178,7 @@ def load(
     return _fill(location, shapes, sources, shardings=shardings, row_order=row_order, packed=packed)
 
 
-def load_bert(location: Path, *, dtype: jax.typing.DTypeLike, shardings: Tree | None = None, layers: int = 0) -> Tree:
+def load_bert(location: Path, *, dtype: jax.typing.DTypeLike, layers: int = 0) -> Tree:
     """Loads a BERT-class body as the tree of `bert.abstract`; arguments and refusals as in `load`."""
     cfg = describe_bert(location)
     catalogue: dict[str, Stored] = {}
@@ -193,21 +192,19 @@ def load_bert(location: Path, *, dtype: jax.typing.DTypeLike, shardings: Tree | 
     for name in sorted(catalogue.keys() - slots.keys()):
         raise UserError(f"{catalogue[name].label} {_STRANGE}")
     shapes = bert.abstract(_keep(location, cfg, layers), np.dtype(dtype))
-    return _fill(location, shapes, _match(location, catalogue, slots), shardings=shardings, row_order=lambda path: None)
+    return _fill(location, shapes, _match(location, catalogue, slots))
 
 
-def load_ttt(location: Path, *, dtype: jax.typing.DTypeLike = jnp.float32, shardings: Tree | None = None) -> Tree:
-    """Loads a TTT model of the authors' layout as the tree of `ttt.abstract`; arguments and refusals as in `load`."""
+def load_ttt(location: Path, *, shardings: Tree | None = None) -> Tree:
+    """Loads a TTT model of the authors' layout as `ttt.abstract`, in fp32; arguments and refusals as in `load`."""
     cfg = describe_ttt(location)
     slots, catalogue = ttt_family.tensor_map(cfg), list_tensors(location)
     for name in sorted(catalogue.keys() - slots.keys()):
         _refuse_unknown(catalogue[name], catalogue, cfg)
-    shapes = ttt.abstract(cfg, np.dtype(dtype))
-    return _fill(location, shapes, _match(location, catalogue, slots), shardings=shardings, row_order=lambda path: None)
+    return _fill(location, ttt.abstract(cfg), _match(location, catalogue, slots), shardings=shardings)
 
 
 def _keep(location: Path, cfg: Config, layers: int) -> Config:
-    """Returns the configuration with only the first `layers` layers (0: all)."""
     if not 0 <= layers <= cfg.layers:
         raise UserError(f"{location}: layers={layers}, the model has {cfg.layers}; take 0 (all) to {cfg.layers}")
     return dataclasses.replace(cfg, layers=layers or cfg.layers)
@@ -218,8 +215,8 @@ def _fill(
     shapes: Tree,
     sources: Mapping[Place, Stored | awq.Matrix],
     *,
-    shardings: Tree | None,
-    row_order: Callable[[tuple[str, ...]], np.ndarray | None],
+    shardings: Tree | None = None,
+    row_order: Callable[[tuple[str, ...]], np.ndarray | None] = lambda path: None,
     packed: str = "",
 ) -> Tree:
     """Reads every leaf of a tree of shapes, tensor by tensor, into its shards; a packed matrix counts as one leaf."""
@@ -273,7 +270,6 @@ def _ahead(reads: Sequence[Callable[[], Tree]]) -> Iterator[Tree]:
 
 
 def _stack(layers: Iterator[Tree], leaf: Tree, sharding: Tree | None) -> Tree:
-    """Fills a stacked leaf layer by layer, in place."""
     part = jax.tree.map(_of_a_layer, sharding)
     shapes, tree = jax.tree.flatten(leaf)
     # Functions of the module: JAX compiles them once for leaves of the same shapes, of this model or of the next.
@@ -344,7 +340,6 @@ def _sources(location: Path, cfg: DecoderConfig, *, is_awq: bool) -> dict[Place,
 
 
 def _split(stored: Stored, slots: Mapping[str, families.Slot]) -> Iterator[Stored]:
-    """Yields the parts of a fused tensor: a run of its rows each."""
     names = families.parts(stored.name)
     if len(names) == 1:
         yield stored
@@ -365,7 +360,6 @@ def _split(stored: Stored, slots: Mapping[str, families.Slot]) -> Iterator[Store
 
 
 def _match(location: Path, catalogue: Mapping[str, Stored], slots: Mapping[str, families.Slot]) -> dict[Place, Stored]:
-    """Maps places to stored tensors, after checking that each is there in its shape and as floats."""
     if missing := sorted(slots.keys() - catalogue.keys()):
         raise UserError(f"{location}: tensor {missing[0]} is missing ({len(missing)} in all); fetch the model again")
     for name, slot in slots.items():

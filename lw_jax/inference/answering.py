@@ -131,7 +131,6 @@ class Answering:
         )
 
     def _answer(self, reader: str, prompt: wire.Prompt, count: int) -> list[str]:
-        """Returns the answers to the first `count` rows of a prompt."""
         self._check_positions(reader, prompt)
         ids = self.functions.generate(self.frozen[reader], prompt, reader, self.recipe.cfg.eval.max_new_tokens)
         rows = ([int(token) for token in row if token >= 0] for row in np.asarray(ids)[:count])

@@ -40,7 +40,6 @@ from lw_jax.training.step_spec import StepSpec
 from sharding import place
 
 _T = TypeVar("_T")
-_Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,16 +55,14 @@ class Evaluation:
     curve: Curve | None  # quality by message size
 
 
-def evaluate(wire: TrainedWire | CodedWire, *, quiet: bool = False) -> Evaluation:
-    """Returns the results that `cfg.eval` of the wire's configuration asks for; prints what it measures, or nothing."""
-    say = _hush if quiet else _say
+def evaluate(wire: TrainedWire | CodedWire) -> Evaluation:
+    """Returns the results that `cfg.eval` of the wire's configuration asks for; prints what it measures."""
     if isinstance(wire, CodedWire):
-        return _evaluate_coded(wire, say)
+        return _evaluate_coded(wire)
     cfg, layout = wire.recipe.cfg, wire.recipe.layout
-    bootstrap = {"seed": cfg.seed}
-    batch = _batch(wire.recipe, say)
-    bench = _bench(wire, batch, say)
-    measured = measure(wire, batch, bench, say=say)
+    batch = _batch(wire.recipe)
+    bench = _bench(wire, batch)
+    measured = measure(wire, batch, bench)
     latents = measured.latents[different_inputs(measured)]
     curve = None
     if cfg.eval.curve != "none":
@@ -78,8 +75,8 @@ def evaluate(wire: TrainedWire | CodedWire, *, quiet: bool = False) -> Evaluatio
             coded = quality_curve.model_bytes(texts, wire.recipe.surprisal.score(texts))
             if coded is not None:
                 curve = dataclasses.replace(curve, text_bytes=curve.text_bytes | {MODEL: coded})
-    summary = comparison.summarise(measured.records, **bootstrap)
-    readers = comparison.compare(measured.records, **bootstrap)
+    summary = comparison.summarise(measured.records, seed=cfg.seed)
+    readers = comparison.compare(measured.records, seed=cfg.seed)
     _add_times(wire, bench, measured, summary, readers)
     return Evaluation(
         measured=measured,
@@ -94,14 +91,14 @@ def evaluate(wire: TrainedWire | CodedWire, *, quiet: bool = False) -> Evaluatio
     )
 
 
-def _evaluate_coded(wire: CodedWire, say: _Say) -> Evaluation:
+def _evaluate_coded(wire: CodedWire) -> Evaluation:
     """Returns the rows of a wire of kind "cache"; it has no latents whose geometry could be measured, and no curve."""
     cfg = wire.recipe.cfg
     most = place.round_up(cfg.eval.batch, wire.recipe.placement.data)
     measured = _fitting(
-        out_of_memory.HalvingBatch(most, multiple=wire.recipe.placement.data, say=say),
+        out_of_memory.HalvingBatch(most, multiple=wire.recipe.placement.data, say=_say),
         cfg.eval,
-        lambda options: coded_evaluation.measure(wire, batch=options.batch, say=say),
+        lambda options: coded_evaluation.measure(wire, batch=options.batch, say=_say),
     )
     summary = comparison.summarise(measured.records, seed=cfg.seed)
     readers = comparison.compare(measured.records, seed=cfg.seed)
@@ -125,7 +122,6 @@ def _add_times(
     summary: dict[str, dict[str, comparison.Row]],
     readers: dict[str, comparison.Row],
 ) -> None:
-    """Adds the time to the first answer token to the rows that have one; one process alone can tell."""
     if jax.process_count() > 1:
         return
     rows, copies = wire.recipe.cfg.eval.rows, wire.recipe.placement.data
@@ -142,20 +138,17 @@ def measure(
     wire: TrainedWire,
     batch: out_of_memory.HalvingBatch | None = None,
     bench: control_rows.WireSession | None = None,
-    *,
-    say: _Say | None = None,
 ) -> control_rows.Measured:
     """Returns one record per example, reader and row, with their examples and latents."""
-    recipe, say = wire.recipe, say or _say
-    batch = batch or _batch(recipe, say)
-    bench = bench or _bench(wire, batch, say)
-    options = recipe.cfg.eval
+    recipe, options = wire.recipe, wire.recipe.cfg.eval
+    batch = batch or _batch(recipe)
+    bench = bench or _bench(wire, batch)
     with phase("reading and tokenising the held-out data"):
         encoded = recipe.data("validation", rows=eval_rows.fields_of(options.rows), least=options.examples)
-    say("held-out data: " + "\n".join(encoded.describe()))
-    options = _without_other_texts(options, encoded, say)
+    _say("held-out data: " + "\n".join(encoded.describe()))
+    options = _without_other_texts(options, encoded)
     _check_positions(recipe, encoded, options)
-    changed = _make_swaps(recipe, encoded, say)
+    changed = _make_swaps(recipe, encoded)
     if selection.ROW in options.rows:
         indices = spread(len(encoded), options.examples)
         scored = recipe.surprisal.score([encoded.examples[index].context for index in indices])
@@ -163,7 +156,7 @@ def measure(
     if any(eval_rows.ROWS[row].compacted for row in options.rows):
         encoded = ceiling.attach(encoded, spread(len(encoded), options.examples))
     if options.layers == "unstacked":
-        say("answers: layers unstacked (eval.layers)")
+        _say("answers: layers unstacked (eval.layers)")
     return _fitting(
         batch,
         options,
@@ -171,7 +164,7 @@ def measure(
     )
 
 
-def _without_other_texts(options: Eval, encoded: Encoded, say: _Say) -> Eval:
+def _without_other_texts(options: Eval, encoded: Encoded) -> Eval:
     """Returns the options without the rows that need a second text, where the held-out examples have one alone."""
     other = [row for row in options.rows if eval_rows.ROWS[row].latents == "other" or eval_rows.ROWS[row].compacted]
     if not other or not one_context(encoded.examples):
@@ -183,7 +176,7 @@ def _without_other_texts(options: Eval, encoded: Encoded, say: _Say) -> Eval:
             f"config.eval.rows: {', '.join(other)} {rule}; name other rows, raise eval.examples, or export the "
             "wire and measure it on other data: eval --workdir WIRE --out DIR --config.data.validation=FILE"
         )
-    say(f"left out: {', '.join(other)} {rule}")
+    _say(f"left out: {', '.join(other)} {rule}")
     return dataclasses.replace(options, rows=rows)
 
 
@@ -205,15 +198,14 @@ def _check_positions(recipe: LatentWire, encoded: Encoded, options: Eval) -> Non
         )
 
 
-def _make_swaps(recipe: LatentWire, encoded: Encoded, say: _Say) -> swaps.Swaps | None:
-    """Returns the examples with another answer in their texts; None where no row needs them."""
+def _make_swaps(recipe: LatentWire, encoded: Encoded) -> swaps.Swaps | None:
     options = recipe.cfg.eval
     rows = [row for row in options.rows if eval_rows.ROWS[row].swapped]
     if not rows:
         return None
     indices = spread(len(encoded), options.examples)
     found = swaps.make(encoded, indices, layout=recipe.layout, fields=eval_rows.fields_of(rows))
-    say(f"{', '.join(rows)}: {len(found.origins)} of {len(indices)} texts have an answer that can be replaced")
+    _say(f"{', '.join(rows)}: {len(found.origins)} of {len(indices)} texts have an answer that can be replaced")
     return found
 
 
@@ -263,12 +255,12 @@ def different_inputs(measured: control_rows.Measured) -> list[int]:
     return list(first.values())
 
 
-def _bench(wire: TrainedWire, batch: out_of_memory.HalvingBatch, say: _Say) -> control_rows.WireSession:
+def _bench(wire: TrainedWire, batch: out_of_memory.HalvingBatch) -> control_rows.WireSession:
     functions, options = wire.functions, wire.recipe.cfg.eval
     taught = {}
     if any(eval_rows.ROWS[row].taught for row in options.rows):
         taught = _fitting(
-            batch, options, lambda own: taught_text.teach(wire.recipe, wire.frozen, batch=own.batch, say=say)
+            batch, options, lambda own: taught_text.teach(wire.recipe, wire.frozen, batch=own.batch, say=_say)
         )
     return control_rows.WireSession(
         functions,
@@ -281,7 +273,7 @@ def _bench(wire: TrainedWire, batch: out_of_memory.HalvingBatch, say: _Say) -> c
     )
 
 
-def _batch(recipe: LatentWire, say: _Say) -> out_of_memory.HalvingBatch:
+def _batch(recipe: LatentWire) -> out_of_memory.HalvingBatch:
     cfg, multiple = recipe.cfg, recipe.placement.data
     size, limit = place.round_up(cfg.eval.batch, multiple), memory_limit.local(cfg)
     if jax.process_count() > 1 and limit:  # where memory runs out they cannot agree on another one
@@ -290,8 +282,8 @@ def _batch(recipe: LatentWire, say: _Say) -> out_of_memory.HalvingBatch:
         found = evaluation_memory.of(generates, limit)
         size = processes.from_first(lambda: found.largest or multiple)
         if size < found.batch:
-            say(f"{found.description}; it is taken")
-    return out_of_memory.HalvingBatch(size, multiple=multiple, say=say)
+            _say(f"{found.description}; it is taken")
+    return out_of_memory.HalvingBatch(size, multiple=multiple, say=_say)
 
 
 def _say(text: str) -> None:
@@ -299,12 +291,7 @@ def _say(text: str) -> None:
         print(text, flush=True)
 
 
-def _hush(text: str) -> None:
-    """Prints nothing."""
-
-
 def _fitting(batch: out_of_memory.HalvingBatch, options: Eval, compute: Callable[[Eval], _T]) -> _T:
-    """Returns `compute(options)` with the largest batch that fits in memory."""
     try:
         return batch.run(lambda size: compute(dataclasses.replace(options, batch=size)))
     except out_of_memory.OutOfMemory as error:

@@ -124,7 +124,6 @@ def _encode(recipe: LatentWire) -> Encoded:
 def _train(
     recipe: LatentWire, params: Tree, training: _TrainingSet, name: str, *, batch: int
 ) -> tuple[np.ndarray, list[float]]:
-    """Returns a reader's vector f32[1 d] and the loss of each step."""
     steps, mesh = recipe.cfg.eval.taught_steps, recipe.placement.readers[name].mesh
     batch = min(batch, training.rows(name, recipe.placement.data))
     measure, apply, state = _programs(recipe.wire, name, steps)

@@ -193,7 +193,6 @@ class TrainedWire(Answering):
             raise UserError(f"{name}: this wire has config.adapter.kind={found!r}, it needs {kind!r}; call `{other}`")
 
     def _open(self, message: bytes) -> tuple[codec.Frame, np.ndarray]:
-        """Returns a message's frame and its latents, zeros beyond them."""
         encoder = self.recipe.cfg.encoder
         frame = codec.read_frame(message, encoder=self.encoder_fingerprint)
         resolve_channel(encoder, bits=frame.bits, slots=frame.slots, width=frame.width)
@@ -202,7 +201,6 @@ class TrainedWire(Answering):
         return frame, latents
 
     def _prompts(self, pairs: list[tuple[bytes, str]], reader: str) -> Iterator[tuple[wire.Prompt, int]]:
-        """Yields a reader's prompts on its mesh and how many of their rows are real, config.eval.batch at a time."""
         self._check_reader(reader)
         check_questions(question for _, question in pairs)
         opened = {message: self._open(message) for message in dict.fromkeys(message for message, _ in pairs)}

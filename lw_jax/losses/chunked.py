@@ -66,7 +66,6 @@ def _sum_of_pieces_forward(
 
 
 def _sum_of_pieces_backward(measure: Callable, pieces: int, gradient: Tree, of: LossTerms) -> tuple[None, Tree, None]:
-    del measure, pieces
     return None, _times(gradient, of.sum), None
 
 
@@ -74,7 +73,6 @@ _sum_of_pieces.defvjp(_sum_of_pieces_forward, _sum_of_pieces_backward)
 
 
 def _times(gradients: Tree, of_sum: jax.Array) -> Tree:
-    """Returns gradients of the sum scaled by its incoming gradient."""
     return jax.tree.map(lambda leaf: leaf * of_sum.astype(leaf.dtype), gradients)
 
 
@@ -120,7 +118,6 @@ def _token_logp_forward(chunk: int, hidden: jax.Array, table: jax.Array, targets
 
 
 def _token_logp_backward(chunk: int, gradients: jax.Array, of: Two) -> tuple[jax.Array, None, None]:
-    del chunk
     return (gradients.astype(jnp.float32) * of[0][:, :, None]).astype(gradients.dtype), None, None
 
 
@@ -175,7 +172,6 @@ def _summed_nll_forward(
 def _summed_nll_backward(
     chunk: int, read: Callable, gradients: Two, of: Two
 ) -> tuple[jax.Array, jax.Array, None, None]:
-    del chunk, read
     return *_times(gradients, of[0]), None, None
 
 
@@ -185,7 +181,6 @@ _summed_nll.defvjp(_summed_nll_forward, _summed_nll_backward)
 def _read_head(
     table: jax.Array, hidden: jax.Array, targets: jax.Array, *, vocab: int = 0, factors: str | None = None
 ) -> Two:
-    """Returns the targets' log-probabilities and the mean logits."""
     # Cast here: the gradients of the chunks are summed in the table's own precision.
     logits = wide_product("btd,vd->btv", hidden, table if factors is None else table.astype(factors))
     if vocab:

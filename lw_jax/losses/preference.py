@@ -5,8 +5,7 @@ one's log-ratio less the rejected one's. Values and gradients are those of TRL 1
 
 - `sigmoid` honours label smoothing (conservative DPO), as TRL did up to 0.19; later versions smooth `robust` alone.
 - `sft` is a mean over each pair's own tokens, where TRL takes one mean over all tokens that a device holds at once: the
-  same for one pair at a time or equal lengths. TRL's value changes with the micro-batch; `sft` here does not. The sum
-  and the tokens of that other mean are `chosen_nll`.
+  same for one pair at a time or equal lengths. TRL's value changes with the micro-batch; `sft` here does not.
 
 `bco_pair` is that of TRL 1: no running mean of the rewards is subtracted, as it was in 0.19.
 """
@@ -47,7 +46,6 @@ def _margin(logps: LogProbs) -> Each:
 
 
 def _mean_margin(logps: LogProbs) -> Each:
-    """The margin of log-ratios per token."""
     chosen, rejected = _ratios(logps)
     return chosen / jnp.maximum(logps.chosen_tokens, 1.0) - rejected / jnp.maximum(logps.rejected_tokens, 1.0)
 

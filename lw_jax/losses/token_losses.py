@@ -52,5 +52,4 @@ def kl_of_top(
 
 
 def _rest(logp: Float[Array, "b t k"]) -> Float[Array, "b t"]:
-    """Returns the log-probability of all other tokens."""
     return jnp.log(jnp.maximum(1.0 - jnp.sum(jnp.exp(logp), axis=2), 1e-7))

@@ -11,8 +11,8 @@ import numpy as np
 from lw_jax.core import precision, validation
 from lw_jax.core.config import Config
 from lw_jax.core.types import Tree
-from lw_jax.data.batches import Batch, Encoded, Lookup
-from lw_jax.data.frozen_cache import Store, key_of
+from lw_jax.data.batches import Batch, Encoded
+from lw_jax.data.frozen_cache import CachedRows, Store, key_of
 from lw_jax.hub import sources
 from lw_jax.models import wire
 from sharding import place
@@ -81,7 +81,7 @@ class Teacher:
                 if count:
                     print(f"teacher {name}: {count:,} examples computed; cached in {store.folder}", flush=True)
 
-    def _lookup(self, name: str, encoded: Encoded) -> Lookup:
+    def _lookup(self, name: str, encoded: Encoded) -> CachedRows:
         return self.stores[name].lookup(keys_of(encoded, name), length=encoded.readers[name]["answer"].width)
 
     def _read(self, name: str, encoded: Encoded, positions: list[int]) -> Batch:

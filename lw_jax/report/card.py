@@ -252,7 +252,6 @@ def _named(run: Run) -> list[tuple[str, str]]:
 
 
 def _name_of(source: str) -> str:
-    """Returns data by name: no path of the machine that trained."""
     return ", ".join(
         one if one.startswith(row_sources.HUB) or one in MADE else Path(one).name
         for one in row_sources.split_sources(source)
@@ -260,7 +259,6 @@ def _name_of(source: str) -> str:
 
 
 def _hub_data(source: str) -> str:
-    """Returns the hub's repository of a source of data; empty for others."""
     return row_sources.parse_hub(source, "")[0] if source.startswith(row_sources.HUB) else ""
 
 
@@ -291,7 +289,6 @@ def _joined(run: Run) -> str:
 
 
 def _repository(model: Model) -> str:
-    """Returns the hub's repository of a model; empty where none is known."""
     return "" if model.local else licences.repository(model.source)
 
 

@@ -102,7 +102,6 @@ def _hot(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
 
 
 def _peak(rows: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
-    """Returns the peak of memory and its limit; None: not known."""
     peak, limit = (
         max((row[name] for row in rows if name in row), default=None) for name in ("peak_bytes", "limit_bytes")
     )

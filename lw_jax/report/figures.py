@@ -87,7 +87,6 @@ def draw_panels(panels: Sequence[Panel], *, borders: Sequence[tuple[str, int]] =
 
 
 def _leads(value: float) -> bool:
-    """Returns whether a minor tick of a logarithmic axis is 2 or 5 times a power of ten."""
     return round(value / 10 ** math.floor(math.log10(value) + 1e-9)) in (2, 5)
 
 

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lw_jax.report import series
-from lw_jax.report.device_use import by_device, mean_of
 from lw_jax.report.figures import Panel
 from lw_jax.report.records import Run, to_number
-from lw_jax.report.tables import Table, Verdict
+from lw_jax.report.tables import Table, Verdict, number
 
 SECTIONS = {
     "positions": "Perplexity by position",
@@ -66,8 +65,8 @@ def verdict(run: Run) -> Verdict:
     row = rows[-1]
     loss = to_number(row["validation/loss"])
     baselines = {name: to_number(row.get(f"validation/nll/{name}")) for name in BASELINES}
-    text = f"step {row['step']:,}: held-out loss {number(loss, 3)} nats a token, perplexity {perplexity(loss)}"
-    text += "; baselines: " + ", ".join(f"{name} {number(value, 3)}" for name, value in baselines.items())
+    text = f"step {row['step']:,}: held-out loss {number(loss, digits=3)} nats a token, perplexity {perplexity(loss)}"
+    text += "; baselines: " + ", ".join(f"{name} {number(value, digits=3)}" for name, value in baselines.items())
     known = [value for value in baselines.values() if math.isfinite(value)]
     if not math.isfinite(loss) or not known:
         return Verdict("none", text)
@@ -108,7 +107,9 @@ def positions(run: Run) -> tuple[int, list[Span]]:
 
 
 def by_position(found: Sequence[Span]) -> Table:
-    rows = [(one.name, str(one.last - one.first + 1), number(one.loss, 3), perplexity(one.loss)) for one in found]
+    rows = [
+        (one.name, str(one.last - one.first + 1), number(one.loss, digits=3), perplexity(one.loss)) for one in found
+    ]
     return Table(("positions", "count", "nats a token", "perplexity"), rows)
 
 
@@ -127,17 +128,6 @@ def speed(run: Run) -> Table | None:
 def tokens_a_step(run: Run) -> str:
     batch, length = run.cfg.train.global_batch, window(run)
     return f"{batch:,} windows x {length:,} tokens = {batch * length:,} tokens a step over all devices"
-
-
-def balance(run: Run) -> str:
-    groups = by_device(row for row in run.devices if "utilisation" in row)
-    if not groups:
-        return ""
-    means = [mean_of(rows, "utilisation") for rows in groups.values()]
-    if len(means) == 1:
-        return f"Utilisation of the one device: {means[0]:.1%}."
-    spread = (max(means) - min(means)) / 2 / statistics.mean(means) if any(means) else 0.0
-    return f"Utilisation of {len(means)} devices: {min(means):.1%} .. {max(means):.1%}, ±{spread:.1%} about their mean."
 
 
 def memory(run: Run) -> Table | None:
@@ -182,13 +172,8 @@ def device_count(run: Run) -> int:
     return int(run.hardware.get("devices", 0)) or len({row["device"] for row in run.devices})
 
 
-def number(value: float, digits: int) -> str:
-    """Returns a formatted number; "unknown" where it is not finite."""
-    return f"{value:,.{digits}f}" if math.isfinite(value) else "unknown"
-
-
 def perplexity(loss: float) -> str:
-    return number(math.exp(loss), 2) if loss < 100 else "unknown"
+    return number(math.exp(loss), digits=2) if loss < 100 else "unknown"
 
 
 def size(count: float | None) -> str:
@@ -220,5 +205,10 @@ def _spread(values: Iterable[float], digits: int) -> tuple[str, str, str, str]:
     if not ordered:
         return "unknown", "", "", "0"
     low, middle, high = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
-    span = f"{number(ordered[0], digits)} .. {number(ordered[-1], digits)}"
-    return number(middle, digits), f"{number(low, digits)} .. {number(high, digits)}", span, str(len(ordered))
+    span = f"{number(ordered[0], digits=digits)} .. {number(ordered[-1], digits=digits)}"
+    return (
+        number(middle, digits=digits),
+        f"{number(low, digits=digits)} .. {number(high, digits=digits)}",
+        span,
+        str(len(ordered)),
+    )

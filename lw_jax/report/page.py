@@ -87,12 +87,9 @@ def _language(run: Run) -> dict[str, Any]:
         "tokens_a_step": language.tokens_a_step(run),
         "speed": language.speed(run),
         "devices": language.device_count(run),
-        "balance": language.balance(run),
         "memory": memory,
         "memory_whole": memory is not None and {"activations and gradients", "peak"} <= {row[0] for row in memory.rows},
-        "measure": scaling.command(run, "--measured"),
         "scaling": scaling.tables(run),
-        "unscaled": scaling.missing(run),
         "configurations": scaling.configurations(run),
         "shares_cores": scaling.shares_cores(run),
     }

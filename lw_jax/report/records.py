@@ -41,13 +41,6 @@ class Run:
         return shlex.join(("python", "run.py", verb, "--workdir", str(self.workdir), *flags))
 
     @property
-    def arguments(self) -> list[str]:
-        try:
-            return shlex.split(self.texts.get("command.txt", ""))
-        except ValueError as error:  # an open quotation mark
-            raise UserError(f"{self.workdir / 'command.txt'}: {error}; {REMEDY}") from error
-
-    @property
     def training(self) -> str:
         command = self.texts.get("command.txt", "").strip()
         return f"python {command}" if command else self.command("train", "--config", "FILE")

@@ -1,11 +1,9 @@
 """Tables of scaling.json (benchmarks/scaling.py), measured rows before planned ones."""
 
 import dataclasses
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from lw_jax.core import command_line
 from lw_jax.report.language import size
 from lw_jax.report.records import Run
 from lw_jax.report.tables import Table
@@ -16,8 +14,6 @@ KINDS = {
     "length": ("Window length", "constant tokens a step"),
     "batch": ("Batch of one device", "without accumulation"),
 }
-ALWAYS = ("weak", "strong", "length")  # named as missing where there are none
-CARDS = "h100x8"  # target of the command for missing planned rows
 HEAD = {  # heading -> whether it is a text column
     **{"kind": True, "target": True, "devices": False, "window": False, "batch": False, "micro x acc.": False},
     **{"remat": True, "s/step": False, "tokens/s": False, "a device": False, "efficiency": False, "MFU": False},
@@ -41,26 +37,6 @@ def tables(run: Run) -> list[Shown]:
         if rows:
             found.append(Shown(title, note, table(rows)))
     return found
-
-
-def missing(run: Run) -> list[tuple[str, str]]:
-    """Returns (missing rows, command that adds them)."""
-    found = []
-    for kind, flags in (("measured", ("--measured",)), ("planned", ("--planned", CARDS))):
-        there = {row["scaling"] for row in run.scaling if row["kind"] == kind}
-        lacking = [KINDS[name][0].lower() for name in ALWAYS if name not in there]
-        if lacking:
-            found.append((f"Not {kind} yet ({', '.join(lacking)}):", command(run, *flags)))
-    return found
-
-
-def command(run: Run, *flags: str) -> str:
-    assignments, arguments = command_line.take_assignments(run.arguments)
-    spec = next((after for word, after in zip(arguments, arguments[1:], strict=False) if word == "--config"), "FILE")
-    equal = [word.removeprefix("--config=") for word in arguments if word.startswith("--config=")]
-    changes = [f"--config.{path}={value}" for path, value in assignments.items()]
-    start = ("python", "benchmarks/scaling.py", "--config", *(equal or [spec]), *changes)
-    return shlex.join((*start, "--workdir", str(run.workdir), *flags))
 
 
 def configurations(run: Run) -> str:

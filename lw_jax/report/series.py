@@ -98,7 +98,6 @@ def _joined(logged: int) -> int:
 
 
 def _join(values: Sequence[float], count: int) -> list[float]:
-    """Returns the means of `count` consecutive values; NaN where one of them is not finite."""
     groups = (np.asarray(values[start : start + count], float) for start in range(0, len(values), count))
     return [float(np.mean(group)) if np.isfinite(group).all() else math.nan for group in groups]
 

@@ -98,7 +98,7 @@ def _headline(rows: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any])
     if figures.get("faster"):
         speed = _times(figures["faster"], "sooner", "later")
         yield f"first answer token {speed} than from {figures['timed_tokens']} tokens"
-    scores = [f"{name} {_number(rows[name]['f1'], 100)} %" for name in (upper, *HEADLINE) if "f1" in rows.get(name, {})]
+    scores = [f"{name} {number(rows[name]['f1'], 100)} %" for name in (upper, *HEADLINE) if "f1" in rows.get(name, {})]
     if scores:
         yield f"F1 of {', '.join(scores)}"
 
@@ -113,7 +113,7 @@ def _preference(run: Run) -> Verdict:
         return Verdict("none", "no validation yet")
     row = rows[-1]
     share, margin = (
-        _number(row[f"validation/rewards/{name}"], scale) for name, scale in (("accuracies", 100), ("margins", 1))
+        number(row[f"validation/rewards/{name}"], scale) for name, scale in (("accuracies", 100), ("margins", 1))
     )
     return Verdict("none", f"step {row['step']}: held-out accuracy {share} %, mean margin {margin}")
 
@@ -158,7 +158,7 @@ def _line(name: str, figures: Mapping[str, Any], columns: Mapping[str, Column]) 
 
 def _cells(figures: Mapping[str, Any], name: str, column: Column) -> list[str]:
     """Returns a figure, empty where it was not measured, and its interval where it has one."""
-    cells = [_number(figures[name], column.scale, column.digits) if name in figures else ""]
+    cells = [number(figures[name], column.scale, column.digits) if name in figures else ""]
     if column.interval:
         cells.append(_interval(figures.get(f"{name}_interval"), column.scale) if name in figures else "")
     return cells
@@ -171,24 +171,24 @@ def joint(found: Mapping[str, Any]) -> Table:
     for name, figures in named.items():
         line = [name]
         for key in ("em", "f1"):
-            line += [_number(figures[key], 100), _interval(figures[f"{key}_interval"], 100)]
-        cells.append([*line, _number(figures["picked"], 100) if "picked" in figures else ""])
+            line += [number(figures[key], 100), _interval(figures[f"{key}_interval"], 100)]
+        cells.append([*line, number(figures["picked"], 100) if "picked" in figures else ""])
     return Table(["answer of", "EM, %", "95 %", "F1, %", "95 %", "picked, %"], cells)
 
 
 def counts(found: Mapping[str, int]) -> str:
-    reasons = [f"{number} {REASONS[name]}" for name, number in found.items() if number and name in REASONS]
+    reasons = [f"{count} {REASONS[name]}" for name, count in found.items() if count and name in REASONS]
     return "; ".join([f"{found.get('kept', 0)} of {found.get('given', 0)} used", *reasons])
 
 
 def agreement(found: Mapping[str, Any]) -> str:
-    share, span = _number(found["agreement"], 100), _interval(found["agreement_interval"], 100)
+    share, span = number(found["agreement"], 100), _interval(found["agreement_interval"], 100)
     return f"All readers agree, after normalisation, on {share} % ({span}) of {found['examples']} examples."
 
 
 def geometry(found: Mapping[str, Any]) -> Table:
     head = ("of the latents", "value")
-    return Table(head, [(text, _number(found.get(name))) for name, text in GEOMETRY.items()])
+    return Table(head, [(text, number(found.get(name))) for name, text in GEOMETRY.items()])
 
 
 def points(curve: Curve) -> Table:
@@ -249,18 +249,19 @@ def _cut(text: str) -> str:
     return text if len(text) <= LONGEST else text[:LONGEST] + " …"
 
 
-def _number(value: float | None, scale: float = 1, digits: int | None = None) -> str:
-    number = to_number(value) * scale
+def number(value: float | None, scale: float = 1, digits: int | None = None) -> str:
+    """Returns a formatted figure; "unknown" where it is not finite."""
+    scaled = to_number(value) * scale
     if digits is None:
         digits = 0 if isinstance(value, int) else 1 if scale == 100 else 3
-    return f"{number:,.{digits}f}" if math.isfinite(number) else "unknown"
+    return f"{scaled:,.{digits}f}" if math.isfinite(scaled) else "unknown"
 
 
 def _interval(interval: Sequence[float] | None, scale: float = 1) -> str:
-    return " .. ".join(_number(bound, scale) for bound in interval) if interval else "unknown"
+    return " .. ".join(number(bound, scale) for bound in interval) if interval else "unknown"
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:,.4g}" if math.isfinite(value) and abs(value) < 100 else _number(value)
+        return f"{value:,.4g}" if math.isfinite(value) and abs(value) < 100 else number(value)
     return str(value)

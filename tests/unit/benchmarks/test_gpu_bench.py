@@ -46,4 +46,4 @@ def test_sweep_measures_every_point_and_draws_them(tmp_path, capsys):
     assert [(row["slots"], row["batch"]) for row in rows] == [(3, 2), (3, 4)]
     assert rows[0]["peak_bytes"] < rows[1]["peak_bytes"] and all(row["samples_per_second"] > 0 for row in rows)
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out.count("| 3 |") == 2
+    assert capsys.readouterr().out.count("|     3 |") == 2

@@ -102,26 +102,6 @@ def test_identity_follows_names_and_content_but_not_the_folder(tmp_path):
     assert identify(str(tmp_path / "one")) == first == json.loads(json.dumps(first))
 
 
-def test_large_source_is_known_by_three_places_and_its_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "HASHED_WHOLE", 100)
-    monkeypatch.setattr(documents, "SAMPLE", 11)
-    path = tmp_path / "a.txt"
-    content = bytearray(b"x" * 201)
-
-    def identity(at=None, time=7):
-        changed = content.copy()
-        if at is not None:
-            changed[at] = ord("y")
-        path.write_bytes(changed)
-        os.utime(path, (time, time))
-        return identify(str(path))
-
-    first = identity()
-    assert all(identity(at) != first for at in (0, 10, 95, 105, 190, 200))
-    assert identity(50) == first  # between the places
-    assert identity(time=8) != first
-
-
 # --- docstrings
 
 

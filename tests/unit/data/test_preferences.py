@@ -308,20 +308,6 @@ def test_none_left_is_refused_with_a_row_of_each_reason(qwen, rows):
     assert all(f"'{one.id}'" in str(caught.value) for one in rows[:2])
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"template": "raw"}, "template='raw'"),
-        ({"limits": Limits(9, truncation="middle")}, "truncation='middle'"),
-        ({"limits": Limits(1)}, "max_length=1"),
-        ({"limits": Limits(9, max_prompt=-1)}, "max_prompt=-1"),
-    ],
-)
-def test_wrong_settings_are_refused(qwen, changes, named):
-    with pytest.raises(UserError, match=named):
-        encode([row(1, 2, 3)], **({"tokenizer": qwen, "template": "plain", "limits": WIDE} | changes))
-
-
 # --- batches ---
 
 

@@ -90,10 +90,10 @@ def test_answer_cannot_be_guessed_without_the_card(style, clue):
 
 
 @pytest.mark.parametrize("style", question_cards.STYLES)
-@pytest.mark.parametrize(("count", "facts"), [(0, 4), (3, 0), (3, 1000)])
-def test_impossible_numbers_are_refused(count, facts, style):
+@pytest.mark.parametrize("facts", [0, 1000])
+def test_impossible_numbers_are_refused(facts, style):
     with pytest.raises(UserError, match="config.data"):
-        question_cards.make(count, facts=facts, seed=0, split="train", style=style)
+        question_cards.make(3, facts=facts, seed=0, split="train", style=style)
 
 
 @pytest.mark.parametrize("facts", [1, len(question_cards.ATTRIBUTES)])

@@ -77,7 +77,7 @@ def test_sixteen_bits_cost_nothing_and_two_bits_something(wire, found):
     measured = wire[-1]
     part = {measured.indices[i] for i in (0, 2, 4)}
     records = [record for record in measured.records if record["index"] in part]
-    latents = {name: row["latents"]["nll"] for name, row in comparison.summarise(records, resamples=9, seed=0).items()}
+    latents = {name: row["latents"]["nll"] for name, row in comparison.summarise(records, seed=0).items()}
     for point in found.points:
         error = abs(point["nll"] - latents[point["reader"]])
         assert error < HALF if point["bits"] == 16 else True
