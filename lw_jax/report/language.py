@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lw_jax.report import series
+from lw_jax.report.device_use import by_device, mean_of
 from lw_jax.report.figures import Panel
 from lw_jax.report.records import Run, to_number
 from lw_jax.report.tables import Table, Verdict, number
@@ -128,6 +129,17 @@ def speed(run: Run) -> Table | None:
 def tokens_a_step(run: Run) -> str:
     batch, length = run.cfg.train.global_batch, window(run)
     return f"{batch:,} windows x {length:,} tokens = {batch * length:,} tokens a step over all devices"
+
+
+def balance(run: Run) -> str:
+    groups = by_device(row for row in run.devices if "utilisation" in row)
+    if not groups:
+        return ""
+    means = [mean_of(rows, "utilisation") for rows in groups.values()]
+    if len(means) == 1:
+        return f"Utilisation of the one device: {means[0]:.1%}."
+    spread = (max(means) - min(means)) / 2 / statistics.mean(means) if any(means) else 0.0
+    return f"Utilisation of {len(means)} devices: {min(means):.1%} .. {max(means):.1%}, ±{spread:.1%} about their mean."
 
 
 def memory(run: Run) -> Table | None:

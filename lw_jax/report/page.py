@@ -87,6 +87,7 @@ def _language(run: Run) -> dict[str, Any]:
         "tokens_a_step": language.tokens_a_step(run),
         "speed": language.speed(run),
         "devices": language.device_count(run),
+        "balance": language.balance(run),
         "memory": memory,
         "memory_whole": memory is not None and {"activations and gradients", "peak"} <= {row[0] for row in memory.rows},
         "scaling": scaling.tables(run),

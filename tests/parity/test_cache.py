@@ -84,7 +84,10 @@ class Oracle:
 
 
 def fitted(shares, values, kept, ridge=cache_choice.RIDGE, heard=None, around=None):
-    """`fit` of the prototype, whose ridge is smaller, in fp64; `heard`: shares of the keys as sent, `around`: the values as sent."""
+    """`fit` of the prototype, whose ridge is smaller, in fp64.
+
+    `heard`: shares of the keys as sent, `around`: the values as sent.
+    """
     shares, values = shares.double(), values.double()
     around = values if around is None else torch.tensor(np.asarray(around)).double()
     own = (shares if heard is None else torch.tensor(np.asarray(heard)).double())[:, kept]
