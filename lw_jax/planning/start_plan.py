@@ -270,4 +270,4 @@ def _host_bytes(cfg: Config, placed: Placement) -> int:
     scores = max(4 * cfg.encoder.texts * cfg.data.context_tokens * one.layers * one.kv_heads for one in models)
     codes = sum(map(place.device_bytes, recipe.abstract().trainable["codes"].values()))
     layer = max(math.prod(leaf.shape[1:]) * 4 for leaf in jax.tree.leaves(recipe.abstract().frozen))
-    return int(HOST_BYTES + 2 * scores + 2 * codes + 2 * layer)
+    return int(HOST_BYTES + 4 * scores + 2 * codes + 2 * layer)

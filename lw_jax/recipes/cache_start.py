@@ -89,6 +89,11 @@ class _States:
         self._file.write(np.ascontiguousarray(y).tobytes())
         self.count += len(y)
 
+    def replace(self, first: int, y: np.ndarray) -> None:
+        """Writes rows over those from `first` on."""
+        self._file.seek(first * self.width * y.itemsize)
+        self._file.write(np.ascontiguousarray(y).tobytes())
+
     def chunks(self) -> Iterator[tuple[jax.Array, jax.Array]]:
         """Yields rows and which of them are real."""
         self._file.flush()
@@ -117,7 +122,7 @@ def _fit(
     config, cfg = recipe.wire.readers[name].config, recipe.cfg
     shape = (config.layers, config.kv_heads, config.head_dim)
     read: list[_Text] = []
-    with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as filled_file:
+    with tempfile.TemporaryFile() as file:
         states = _States(file, 2 * math.prod(shape))
         with phase(f"{name}: reading texts twice", len(texts), "texts") as done:
             for y, text in done.track(_read(recipe, functions, params, name, texts)):
@@ -131,18 +136,17 @@ def _fit(
             first = cache_code.fit_code(states.chunks, shape, width, weights=jnp.stack([by_layer, by_layer]))
             variance = _variance(first, states)
         step = guess_step(np.asarray(variance, np.float64), 8 * cfg.message.bytes)
-        filled = _States(filled_file, states.width)
+        settings = {"step": jnp.float32(step), "factors": recipe.wire.readers[name].mode.factors}
+        weights = _weights(read, tables, cfg.encoder.ratio)
         with phase(f"{name}: fitting it anew to what messages say", states.count, "tokens") as done:
-            weights, place = _weights(read, tables, cfg.encoder.ratio), 0
-            for y, real in states.chunks():
-                count = int(real.sum())
-                own = np.pad(weights[place : place + count], ((0, CHUNK - count), (0, 0), (0, 0)))
-                settings = {"variance": variance, "factors": recipe.wire.readers[name].mode.factors}
-                filled.add(np.asarray(_fill(first, y, own, jnp.float32(step), **settings))[:count])
-                place += count
-                done.advance(count)
-            code = cache_code.fit_basis(filled.chunks, first.mean, first.scale, width)
-            variance = _variance(code, filled)
+            for begin, (y, _) in zip(range(0, states.count, CHUNK), states.chunks(), strict=True):
+                part = weights[begin : begin + CHUNK]
+                padded = np.pad(part, ((0, CHUNK - len(part)), (0, 0), (0, 0)))
+                filled = _fill(first, y, padded, variance=variance, **settings)
+                states.replace(begin, np.asarray(filled)[: len(part)])
+                done.advance(len(part))
+            code = cache_code.fit_basis(states.chunks, first.mean, first.scale, width)
+            variance = _variance(code, states)
     return {**code._asdict(), "variance": variance, "tables": jnp.asarray(np.stack(tables), jnp.float32)}, states.count
 
 
@@ -166,8 +170,8 @@ def _weigh(scores: jax.Array, power: jax.Array, mask: jax.Array, count: jax.Arra
 
 
 @functools.partial(jax.jit, static_argnames="factors")
-def _fill(code: Code, y: jax.Array, weights: jax.Array, step: jax.Array, **settings: Any) -> jax.Array:
-    return cache_code.fill(code, y.astype(jnp.float32), weights, step=step, **settings).astype(jnp.bfloat16)
+def _fill(code: Code, y: jax.Array, weights: jax.Array, **settings: Any) -> jax.Array:
+    return cache_code.fill(code, y.astype(jnp.float32), weights, **settings).astype(jnp.bfloat16)
 
 
 def _read(
