@@ -98,7 +98,11 @@ def load(folder: Path, cfg: DecoderConfig) -> tuple[Tree, Lora]:
     spec = Lora(saved.r, float(saved.lora_alpha), float(saved.lora_dropout or 0.0), ())
     pairs: dict[str, dict[str, list[np.ndarray]]] = {}
     for name, (a, b, scale) in _collect(folder, stored, saved, cfg).items():
-        pairs[name] = {"a": a, "b": [one * (scale / spec.scale) for one in b]}
+        with np.errstate(over="ignore"):
+            scaled = [one * (scale / spec.scale) for one in b]
+        if not all(np.isfinite(one).all() for one in scaled):
+            raise UserError(f"{folder}: {MODULES[name]} times its alpha is too large for fp32; {_REMEDY}")
+        pairs[name] = {"a": a, "b": scaled}
     names = tuple(name for name in MODULES if name in pairs)
     tree = {}
     for name in names:

@@ -1,6 +1,8 @@
 """Evaluation of a trained wire: control table, joint answers, geometry of the latents, byte curve, and their files."""
 
+import contextlib
 import dataclasses
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,10 +57,13 @@ class Evaluation:
     curve: Curve | None  # quality by message size
 
 
-def evaluate(wire: TrainedWire | CodedWire) -> Evaluation:
-    """Returns the results that `cfg.eval` of the wire's configuration asks for; prints what it measures."""
-    if isinstance(wire, CodedWire):
-        return _evaluate_coded(wire)
+def evaluate(wire: TrainedWire | CodedWire, *, quiet: bool = False) -> Evaluation:
+    """Returns the results that `cfg.eval` of the wire's configuration asks for; prints what it measures, or nothing."""
+    with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
+        return _evaluate_coded(wire) if isinstance(wire, CodedWire) else _evaluate_latents(wire)
+
+
+def _evaluate_latents(wire: TrainedWire) -> Evaluation:
     cfg, layout = wire.recipe.cfg, wire.recipe.layout
     batch = _batch(wire.recipe)
     bench = _bench(wire, batch)

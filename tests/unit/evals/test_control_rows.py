@@ -200,7 +200,7 @@ def test_other_example_has_another_context_wherever_there_is_one(measured):
         assert encoded.examples[mine].context != encoded.examples[other].context
 
 
-TOLD = {"resamples": 200, "seed": 0}
+SEED = {"seed": 0}
 
 
 def record(row, index=0, **values):
@@ -216,7 +216,7 @@ def test_summary_weighs_likelihood_by_tokens_and_scores_by_examples():
             record("text", 2, nll=0.0, tokens=2.0, hits=0.0),
             record("none", nll=4.0, tokens=2.0),
         ],
-        **TOLD,
+        **SEED,
     )
     text = found["r"]["text"]
     assert text["nll"] == pytest.approx(10 / 12)
@@ -243,7 +243,7 @@ def make_rows(count=11, *, noise=0.5, gap=2.0, text_f1=0.8):
 
 def test_figures_between_rows_are_the_shares_and_gaps_of_their_means():
     made = make_rows()
-    means, found = comparison.summarise(made, **TOLD)["r"], comparison.compare(made, **TOLD)["r"]
+    means, found = comparison.summarise(made, **SEED)["r"], comparison.compare(made, **SEED)["r"]
     nll = {row: values["nll"] for row, values in means.items()}
     assert found["normalised_f1"] == pytest.approx((0.5 - 0.2) / (0.8 - 0.2))
     assert found["recovered_nll"] == pytest.approx((nll["none"] - nll["latents"]) / (nll["none"] - nll["text"]))
@@ -256,15 +256,15 @@ def test_figures_between_rows_are_the_shares_and_gaps_of_their_means():
 def test_intervals_and_verdict_count_texts_not_questions():
     apart = make_rows(32)
     together = [one | {"text": one["index"] // 8} for one in apart]
-    wide, narrow = (comparison.compare(made, **TOLD)["r"] for made in (together, apart))
+    wide, narrow = (comparison.compare(made, **SEED)["r"] for made in (together, apart))
     assert (wide["examples"], wide["texts"], narrow["texts"]) == (32, 4, 32)
     assert wide["gap_nll"] == narrow["gap_nll"] and wide["gap_nll_interval"] != narrow["gap_nll_interval"]
     assert verdict.judge(wide) == "unknown" != verdict.judge(narrow)
-    assert comparison.summarise(together, **TOLD)["r"]["latents"]["texts"] == 4
+    assert comparison.summarise(together, **SEED)["r"]["latents"]["texts"] == 4
 
 
 def test_share_is_unknown_with_its_reason_where_text_is_no_better_than_none():
-    found = comparison.compare(make_rows(text_f1=0.2), **TOLD)["r"]
+    found = comparison.compare(make_rows(text_f1=0.2), **SEED)["r"]
     assert found["normalised_f1"] is None and found["normalised_f1_interval"] is None
     assert found["normalised_f1_reason"] and found["recovered_nll"] is not None
     assert found["normalised_f1_reason"] in comparison.format_comparison("r", found)
@@ -274,7 +274,7 @@ def test_a_taught_text_is_the_upper_row():
     made = make_rows()
     taught = [one | {"row": "text_taught", "f1": 1.0, "positions": 30.0} for one in made if one["row"] == "text"]
     made = [one | {"positions": 6.0} for one in made] + taught
-    found = comparison.compare(made, **TOLD)["r"]
+    found = comparison.compare(made, **SEED)["r"]
     assert found["upper"] == "text_taught" and found["fewer_positions"] == 5.0
     assert found["normalised_f1"] == pytest.approx((0.5 - 0.2) / (1.0 - 0.2))
 
@@ -282,15 +282,15 @@ def test_a_taught_text_is_the_upper_row():
 def test_followed_messages_are_counted_among_followed_texts():
     text = [record("swapped_text", i, follows=float(i < 4)) for i in range(8)]
     message = [record("swapped", i, follows=float(i in (0, 1, 2, 7))) for i in range(8)]
-    found = comparison.compare([*text, *message, record("latents", 0)], **TOLD)["r"]
+    found = comparison.compare([*text, *message, record("latents", 0)], **SEED)["r"]
     assert found["follows"] == 0.75 and found["follows_interval"][0] < 0.75 < found["follows_interval"][1]
-    assert comparison.summarise([*text, *message], **TOLD)["r"]["swapped"]["follows"] == 0.5
-    none = comparison.compare([*(one | {"follows": 0.0} for one in text), *message], **TOLD)["r"]
+    assert comparison.summarise([*text, *message], **SEED)["r"]["swapped"]["follows"] == 0.5
+    none = comparison.compare([*(one | {"follows": 0.0} for one in text), *message], **SEED)["r"]
     assert none["follows"] is None and "follows unknown" in comparison.format_comparison("r", none)
 
 
 def test_table_has_a_line_for_each_reader_and_row(measured):
-    found = comparison.summarise(measured[-1], **TOLD)
+    found = comparison.summarise(measured[-1], **SEED)
     for row in found["qwen"].values():
         row["first_token_seconds"] = 0.0125
     lines = comparison.table(found).splitlines()

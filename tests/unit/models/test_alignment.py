@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax.models import alignment, attention_matching
+from lw_jax.models import alignment, attention_matching, decoder
 from lw_jax.recipes import kv_start, states_start
 from tests import tiny
 
@@ -77,6 +77,7 @@ TABLE, IDS = shape(501, 22), shape(501, 4, dtype=jnp.int32)
 BITS = shape(2, 9, dtype=bool)
 TEXT = attention_matching.Text(shape(2, 9, 26), BITS, BITS, BITS, shape(2, 4, dtype=bool))
 HEADS = shape(2, 9, 6, 10), shape(2, 9, 2, 10), shape(2, 9, 2, 10)
+LAYER = decoder.Attended(*HEADS, shape(2, 1, 9, 9, dtype=bool), shape(2, 9, 26))
 WINDOWS = {"weights": shape(2, 3, 7), "used": shape(2, 3, 2), "inputs": shape(2, 3, 5)}
 
 
@@ -89,7 +90,7 @@ WINDOWS = {"weights": shape(2, 3, 7), "used": shape(2, 3, 2), "inputs": shape(2,
         (states_start._multiply, (shape(2, 7, 5), shape(2, 7, 6), shape(2, 7, dtype=bool))),
         (
             functools.partial(attention_matching._match, tiny.DECODER),
-            (TEXT, shape(2, 3, dtype=bool), *HEADS, shape(2, 1, 9, 9, dtype=bool)),
+            (TEXT, shape(2, 3, dtype=bool), LAYER),
         ),
     ],
 )
