@@ -84,7 +84,7 @@ def test_other_models_and_segments_are_spread_alike(name, root, tmp_path):
 def test_fsdp_splits_weights_and_moments_over_the_devices(root):
     def held(**where) -> float:
         recipe = tiny.make_ttt(root, **where)
-        leaves = jax.tree.leaves(StepSpec(recipe.cfg, recipe).state())
+        leaves = jax.tree.leaves(StepSpec(recipe.cfg, recipe).state)
         return sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
     one, whole, four, eight = (
