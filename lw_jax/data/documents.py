@@ -20,6 +20,7 @@ from lw_jax.data.row_fields import Fields
 from lw_jax.hub import sources
 
 PIECE = 1 << 18  # characters of a long text read at once: several of them keep all cores busy
+LARGE = 64 << 20  # bytes of a file whose hash is kept for the next start
 TEXT = ".txt"
 _PLAIN = (TEXT, ".jsonl")
 _NO_DOCUMENTS = ("test", "tests", "site-packages", "dist-packages", "idlelib", "idle_test", "__pycache__")
@@ -82,7 +83,9 @@ def identify(source: str, split: str = "train", columns: Sequence[str] = ()) -> 
         found = sorted(file for file in path.rglob("*") if file.suffix in (".arrow", ".json"))
     else:
         found = _files(source, split)
-    return [*([_name_in(path, file), sources.file_hash(file)] for file in found), *asked]
+    # A note a file pays for large ones; a folder may have very many small ones.
+    hashes = [sources.file_hash(file, keep=file.stat().st_size >= LARGE) for file in found]
+    return [*([_name_in(path, file), one] for file, one in zip(found, hashes, strict=True)), *asked]
 
 
 def name(source: str, split: str, columns: Sequence[str]) -> str:

@@ -30,7 +30,7 @@ from lw_jax.training.checkpoint_record import BEST, RECORD, Damage
 
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a folder that orbax has not committed
 REMOVED = ".removed"  # suffix of a checkpoint that is being removed
-LISTINGS = 50  # of a folder without checkpoints: while one takes another's place a listing may show neither
+TRIES = 50  # of a reader, while a training run replaces the checkpoints that it lists and reads
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class Checkpointer:
         read, when none has the metric of "best", and when paths, shapes or dtypes differ from the saved ones.
         """
         self._finish()
-        while True:
+        for _ in range(TRIES):
             chosen = processes.from_first(lambda: self._choose(which))
             if chosen is None:
                 return None
@@ -155,8 +155,9 @@ class Checkpointer:
                 state = self._read(step, abstract_state)
                 self._saved = step
                 return Restored(step, state, **{key: chosen[key] for key in ("data", "note", "metrics", "identity")})
+        raise self._replaced()
 
-    def _choose(self, which: str) -> dict[str, Any] | None:
+    def _choose(self, which: str, tries: int = TRIES) -> dict[str, Any] | None:
         """Returns step, data, leaves and metrics of the checkpoint to restore, and a note of damage; None: none is."""
         found = self._read_records()
         for unread in found.values():
@@ -172,7 +173,9 @@ class Checkpointer:
                 chosen = {key: records[step][key] for key in ("leaves", "data", "metrics", "identity")}
                 return chosen | {"step": step, "note": note}
             if checkpoint_record.is_gone(folder):  # training has replaced it since it was listed
-                return self._choose(which)
+                if not tries:
+                    raise self._replaced()
+                return self._choose(which, tries - 1)
             self._damaged[step] = damage
         if self._damaged:
             raise UserError(
@@ -232,12 +235,20 @@ class Checkpointer:
         folder = next(path for path in self._list() if path.name.startswith(f"{step}{UNFINISHED}"))
         checkpoint_record.write_record(folder / RECORD, record | {"files": checkpoint_record.measure_files(folder)})
 
-    def _read_records(self) -> dict[int, dict[str, Any] | Damage | UserError]:
+    def _read_records(self, tries: int = TRIES) -> dict[int, dict[str, Any] | Damage | UserError]:
         """Returns step -> record, its damage, or the refusal of what cannot be read, of every checkpoint."""
         found = {int(path.name): checkpoint_record.read_record(path / RECORD) for path in self._list_steps()}
         if any(checkpoint_record.is_gone(self._folder / str(step)) for step in found.keys() - _whole(found)):
-            return self._read_records()  # training has replaced it since it was listed
+            if not tries:
+                raise self._replaced()
+            return self._read_records(tries - 1)  # training has replaced it since it was listed
         return found
+
+    def _replaced(self) -> UserError:
+        return UserError(
+            f"{self._folder}: each of {TRIES} checkpoints was replaced while it was read; read when the run has "
+            "ended, or train with a larger train.checkpoint_every"
+        )
 
     def _rank(self, records: dict[int, dict[str, Any]], which: str) -> list[int]:
         if which not in ("latest", "best", "best or latest"):
@@ -306,7 +317,7 @@ class Checkpointer:
                 raise UserError(f"{path}: an old checkpoint cannot be removed: {error}; remove it by hand") from error
 
     def _list_steps(self) -> list[Path]:
-        for _ in range(LISTINGS):
+        for _ in range(TRIES):
             if folders := [path for path in self._list() if re.fullmatch("[0-9]+", path.name)]:
                 return folders
         return []
