@@ -31,13 +31,19 @@ def keys_and_values(c: ConfigDict) -> None:
 
 
 def cache(c: ConfigDict) -> None:
-    """Sets messages that are their readers' own keys and values, a fourth of the positions; nothing is trained."""
+    """Sets messages that are their readers' own keys and values, a fourth of the positions; nothing is trained.
+
+    `train.steps` above 0 trains their bases from there, at a small learning rate.
+    """
     c.encoder.kind = "cache"
     c.encoder.source = ""
     c.encoder.sha256 = ""
     c.encoder.ratio = 4
     c.adapter.start = "random"
     c.train.steps = 0
+    c.train.global_batch = 8
+    c.optim.learning_rate = 1e-5
+    c.stages.pretrain.reconstruct = 1.0
     c.eval.rows = ("text", "none", "latents", "shuffled", "all", "half", "eighth", "swapped", "swapped_text")
 
 

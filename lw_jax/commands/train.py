@@ -14,6 +14,7 @@ from lw_jax.core.config import Config
 from lw_jax.hub import sources
 from lw_jax.planning import gpus, hardware, planner
 from lw_jax.recipes import selfmade
+from lw_jax.recipes.cache_wire import CacheWire
 from lw_jax.training import hardware_record, preflight, run_folder, sinks
 from lw_jax.training.checkpoint import Checkpointer
 from lw_jax.training.memory import bytes_of
@@ -66,7 +67,7 @@ def _describe_models(cfg: Config, recipe: Recipe) -> Iterator[str]:
     frozen = recipe.abstract().frozen
     for name, llm in cfg.llms.items():
         yield f"{name}: {llm.source}, frozen, {bytes_of(tree.nbytes(frozen[name]))} ({llm.weights})"
-    if cfg.recipe == "latentwire" and cfg.train.steps:
+    if cfg.recipe == "latentwire" and cfg.encoder.kind != "cache":
         body = cfg.encoder.source or "from scratch"
         yield f"encoder: {body}; a message has at most {cfg.encoder.slots} latents of {cfg.encoder.width} values"
 
@@ -102,7 +103,7 @@ def _train(cfg: Config, workdir: Path, services: sinks.Services | None) -> int:
 
 def _start(cfg: Config, placement: Placement, workdir: Path) -> int:
     """Saves the start of a run without steps as its only checkpoint, unless the folder has it."""
-    recipe = recipes.make_whole(cfg, placement)
+    recipe = CacheWire(cfg, placement)
     if jax.process_index() == 0:
         _print_lines(_describe_models(cfg, recipe))
     identity = recipes.identity(recipe, cfg)

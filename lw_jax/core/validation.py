@@ -171,18 +171,37 @@ def _check_encoder(cfg: Config) -> None:
 
 
 def _check_cache(cfg: Config) -> None:
-    encoder, train = cfg.encoder, cfg.train
+    encoder = cfg.encoder
     if encoder.kind != "cache":
         if rows := [row for row in cfg.eval.rows if row in OF_CACHE]:
             refuse("eval.rows", cfg.eval.rows, f"must not name {', '.join(rows)}: they need encoder.kind 'cache'.")
         return
-    if train.steps:
-        rule = "must be 0 for encoder.kind 'cache': its start is whole, and training on top of it is not built."
-        refuse("train.steps", train.steps, rule)
     if not 1 <= encoder.ratio <= RATIOS:
         refuse("encoder.ratio", encoder.ratio, f"must be from 1 to {RATIOS} for encoder.kind 'cache'.")
     if encoder.run:
         refuse("encoder.run", encoder.run, "must be empty for encoder.kind 'cache': no encoder is trained.")
+    if cfg.train.steps:
+        _check_cache_training(cfg)
+
+
+def _check_cache_training(cfg: Config) -> None:
+    stages, rule = cfg.stages, "for encoder.kind 'cache'"
+    if stages.align.share:
+        refuse("stages.align.share", stages.align.share, f"must be 0 {rule}: it has no adapter.")
+    if stages.pretrain.share and stages.pretrain.reconstruct != 1:
+        why = "a reader is asked to repeat a text, and cannot continue it behind other words"
+        refuse("stages.pretrain.reconstruct", stages.pretrain.reconstruct, f"must be 1 {rule}: {why}.")
+    if beyond := [ratio for ratio in stages.answer.ratios if ratio > RATIOS]:
+        refuse("stages.answer.ratios", beyond[0], f"must be at most {RATIOS} {rule}.")
+    for path, value in (
+        ("stages.answer.slots", stages.answer.slots),
+        ("stages.answer.widths", stages.answer.widths),
+        ("stages.answer.bits", stages.answer.bits),
+        ("data.packed_tokens", cfg.data.packed_tokens),
+        ("loss.kl", cfg.loss.kl),
+    ):
+        if value:
+            refuse(path, value, f"must be {value * 0!r} {rule}: it is of trained latents.")
 
 
 def _check_prompt(cfg: Config) -> None:

@@ -30,13 +30,33 @@ LONG = ("own", "other", "text")  # fields as wide as a batch's texts need
 LEAST_COLUMNS = 64
 
 
-def attach(encoded: Encoded, layout: Layout) -> Encoded:
-    """Returns the data set, encoded with FIELDS, with each example's text and another one's, and what asks for it."""
+@dataclasses.dataclass(frozen=True)
+class CacheEncoded(Encoded):
+    """A data set of `attach`; in place of slots a message's channel has its ratio."""
+
+    def count_slots(self, indices: Sequence[int], ratio: int | np.ndarray | None = None) -> np.ndarray:
+        return np.broadcast_to(np.asarray(self.ratio if ratio is None else ratio, np.int32), len(indices))
+
+    def shuffled(self) -> "CacheEncoded":
+        """Returns the same examples, each with the text of the next example of another context."""
+        readers = {name: fields | {"own": fields["other"]} for name, fields in self.readers.items()}
+        return dataclasses.replace(self, readers=readers)
+
+
+def attach(encoded: Encoded, layout: Layout) -> CacheEncoded:
+    """Returns passages, or questions encoded with "context", with each one's text, another one's, and what asks for it.
+
+    A passage is answered when the reader is asked to repeat it.
+    """
     others, readers = other_examples(encoded.examples), {}
     for name, fields in encoded.readers.items():
-        before, context = fields["before"], fields["context"]
-        own = [ids[len(start) :] for ids, start in zip(context.ids, before.ids, strict=True)]
-        again = ask_again(name, layout)
+        before, again = fields["before"], ask_again(name, layout)
+        if encoded.task == "answer":
+            own = [ids[len(start) :] for ids, start in zip(fields["context"].ids, before.ids, strict=True)]
+        else:
+            texts = [example.context for example in encoded.examples]
+            own = prompt_tokens.tokenize(layout.readers[name].tokenizer, texts)
+            fields = fields | {"after": batches.field([again] * len(own), before.pad, left=True)}
         made = {
             "own": own,
             "other": [own[other] for other in others],
@@ -44,7 +64,7 @@ def attach(encoded: Encoded, layout: Layout) -> Encoded:
         }
         rest = {key: field for key, field in fields.items() if key != "context"}
         readers[name] = rest | {key: batches.field(ids, before.pad, left=False) for key, ids in made.items()}
-    return dataclasses.replace(encoded, readers=readers)
+    return CacheEncoded(**vars(encoded) | {"readers": readers})
 
 
 def ask_again(name: str, layout: Layout) -> np.ndarray:

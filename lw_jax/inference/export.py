@@ -18,6 +18,7 @@ from lw_jax.hub import peft, weights
 from lw_jax.inference import language_model
 from lw_jax.models import lora
 from lw_jax.recipes import wire_models
+from lw_jax.recipes.cache_wire import CacheWire
 from lw_jax.recipes.dpo import DPO
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import wire_folder, wire_tensors
@@ -58,7 +59,7 @@ def export(
         raise UserError(f"{next(iter(folders.values()))}: named by {flags}; name a folder for each")
     if cfg.recipe == "latentwire":
         assert card is not None
-        own: DType = "bf16" if cfg.train.steps else "int8"
+        own: DType = "int8" if cfg.encoder.kind == "cache" else "bf16"
         yield from _export_wire(cfg, workdir, folders["wire"], dtype=dtype or own, card=card)
         return
     if cfg.recipe == "ttt":
@@ -96,7 +97,7 @@ def _export_wire(cfg: Config, workdir: Path, folder: Path, *, dtype: DType, card
     finite.
     """
     placed = placement.place("single", recipes.reader_bytes(cfg))
-    recipe = LatentWire(cfg, placed) if cfg.train.steps else recipes.make_whole(cfg, placed)
+    recipe = (CacheWire if cfg.encoder.kind == "cache" else LatentWire)(cfg, placed)
     restored = recipes.read_best(recipe, cfg, workdir)
     trainable, models = restored.state["trainable"], wire_models.describe(cfg)
     sizes = wire_tensors.part_bytes(trainable, dtype)
@@ -119,7 +120,7 @@ def _export_wire(cfg: Config, workdir: Path, folder: Path, *, dtype: DType, card
     parts = ", ".join(f"{name} {size / 1e6:,.2f}" for name, size in sizes.items())
     yield f"step {wire.step}: wire of {wire.tensors.bytes / 1e6:,.2f} MB ({parts}), {dtype}, in {folder}"
     largest = next(iter(sizes))
-    if not cfg.train.steps:
+    if cfg.encoder.kind == "cache":
         if wire.tensors.bytes > MOST_CACHE_BYTES:
             width = cfg.encoder.width * MOST_CACHE_BYTES // wire.tensors.bytes
             limit = f"over {MOST_CACHE_BYTES / 1e6:,.0f} MB: a start with encoder.width={width} at most would be below"

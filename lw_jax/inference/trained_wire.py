@@ -31,6 +31,7 @@ from lw_jax.inference.answering import (
 from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.models import codec, wire
 from lw_jax.planning import planner
+from lw_jax.recipes.cache_wire import CacheWire
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import run_folder, wire_folder
 
@@ -71,10 +72,10 @@ def open_wire(cfg: Config, path: Path, readers: Sequence[str] = ()) -> "TrainedW
     runtime.start_devices()
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     cfg, placement = planner.resolve_auto(cfg, reading=True)
-    if not cfg.train.steps:
-        whole = recipes.make_whole(cfg, placement)
-        restored = recipes.read_best(whole, cfg, path)
-        return CodedWire(whole, restored.state["trainable"], whole.load_frozen(), restored.step)
+    if cfg.encoder.kind == "cache":
+        coded = CacheWire(cfg, placement)
+        restored = recipes.read_best(coded, cfg, path)
+        return CodedWire(coded, restored.state["trainable"], coded.load_frozen(), restored.step)
     recipe = LatentWire(cfg, placement)
     with phase(f"reading the trained wire in {path}"):
         restored = recipes.read_best(recipe, cfg, path)

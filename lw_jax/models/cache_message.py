@@ -47,16 +47,13 @@ def abstract(cfg: DecoderConfig, width: int) -> Tree:
         "scale": (2, cfg.layers),
         "basis": (width, each),
         "variance": (width,),
-        "zero": (RATIOS, width),  # `cache_codec.Statistics` of messages at each ratio
+        "zero": (RATIOS, width),  # `cache_codec.Statistics` of messages at each ratio: whole numbers
         "decay": (RATIOS, width),
         "step": (RATIOS,),
         "tables": (RATIOS, *heads),
         "fitted": (),  # 1: values and biases are fitted, 0: exact values and no biases
     }
-    whole = ("zero", "decay")
-    return {
-        name: jax.ShapeDtypeStruct(shape, jnp.int32 if name in whole else jnp.float32) for name, shape in shapes.items()
-    }
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
 
 
 def want(

@@ -33,7 +33,7 @@ def resolve_layers(cfg: Config, placed: Placement, room: MemoryLimit | None) -> 
 def _pays(cfg: Config, placed: Placement, room: MemoryLimit | None) -> bool:
     if placed.learner.devices.flat[0].platform == "gpu":
         many = not 0 < cfg.eval.examples < MANY
-        many = many and bool(cfg.train.steps)  # packed keys are one array: apart, XLA holds their slices too
+        many = many and cfg.encoder.kind != "cache"  # packed keys are one array: apart, XLA holds their slices too
         return many and room is not None and unstacked_bytes(cfg, placed) <= room.usable
     return _pays_on_cpu(cfg, placed)
 

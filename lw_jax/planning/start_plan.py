@@ -28,7 +28,7 @@ from lw_jax.planning.plans import Candidate, Plan
 from lw_jax.planning.roofline import Speed
 from lw_jax.recipes import cache_start
 from lw_jax.recipes.cache_wire import CacheWire
-from lw_jax.recipes.wire_shapes import SHARED_PREFIX
+from lw_jax.recipes.wire_shapes import AGAIN, SHARED_PREFIX
 from lw_jax.training import memory_limit, traced_costs
 from lw_jax.training.memory import Compile, bytes_of
 from sharding import place
@@ -36,7 +36,6 @@ from sharding import placement as placements
 from sharding.placement import Placement
 
 TEXT = 1000  # tokens of the text whose reading and writing are told
-AGAIN = 24  # tokens that ask for a text's repetition, assumed where no tokenizer is at hand
 SOLVES = 2  # of a text's numbers until a step is found, mostly
 
 
@@ -145,7 +144,7 @@ def _sizes(cfg: Config, placed: Placement) -> tuple[int, int]:
 def _measure(cfg: Config, placed: Placement, on: Hardware, speed: Speed | None) -> StartCandidate:
     """Returns what the start needs on a placement; nothing is compiled where the weights alone are too large."""
     own = config.with_remat(cfg, "none")
-    recipe, room = recipes.make_whole(own, placed, outline=True), on.limit
+    recipe, room = CacheWire(own, placed, outline=True), on.limit
     frozen, codes = recipe.abstract().frozen, recipe.abstract().trainable["codes"]
     held = {
         name: place.device_bytes(place.place_shapes(frozen[name], recipe.shardings().frozen[name])) for name in frozen
@@ -178,7 +177,7 @@ def _plan_reader(
     cfg, model, placed = recipe.cfg, recipe.wire.readers[name].config, recipe.placement
     rows, tokens = _sizes(cfg, placed)
     code, values = recipe.abstract().trainable["codes"][name], 2 * model.layers * model.kv_heads * model.head_dim
-    own = recipes.make_whole(cfg, placed.on_one_device(), outline=True)  # what a device computes
+    own = CacheWire(cfg, placed.on_one_device(), outline=True)  # what a device computes
     each = values * jnp.dtype(own.abstract().frozen[name]["embed"].dtype).itemsize
     each //= max(1, model.kv_heads // own.wire.readers[name].config.kv_heads)
 
@@ -265,7 +264,7 @@ def _programs(recipe: CacheWire, name: str, rows: int, tokens: int) -> dict[bool
 
 def _host_bytes(cfg: Config, placed: Placement) -> int:
     """Returns the host memory of the process: a layer of weights as it streams, the scores of all texts, codes."""
-    recipe = recipes.make_whole(config.with_remat(cfg, "none"), placed, outline=True)
+    recipe = CacheWire(config.with_remat(cfg, "none"), placed, outline=True)
     models = [one.config for one in recipe.wire.readers.values()]
     scores = max(4 * cfg.encoder.texts * cfg.data.context_tokens * one.layers * one.kv_heads for one in models)
     codes = sum(map(place.device_bytes, recipe.abstract().trainable["codes"].values()))

@@ -32,12 +32,8 @@ def make(cfg: Config, placement: Placement, *, outline: bool = False) -> Recipe:
         raise UserError(
             "config.train.steps = 0: nothing is trained, so there is no step to time; `plan` says what the start takes"
         )
-    return RECIPES[cfg.recipe](cfg, placement, outline=outline)
-
-
-def make_whole(cfg: Config, placement: Placement, *, outline: bool = False) -> CacheWire:
-    """Returns the configured recipe whose start is its result (train.steps=0); an outline needs no file."""
-    return CacheWire(cfg, placement, outline=outline)
+    kind = CacheWire if cfg.encoder.kind == "cache" else RECIPES[cfg.recipe]
+    return kind(cfg, placement, outline=outline)
 
 
 def outline(cfg: Config) -> Recipe:

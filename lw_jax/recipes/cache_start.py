@@ -49,7 +49,7 @@ def start(recipe: "CacheWire", frozen: Tree) -> dict[str, Tree]:
     """Returns every reader's code."""
     ratio, most = recipe.cfg.encoder.ratio, MOST_HELD_OUT[recipe.placement.platform]
     train, held = _divide(recipe.examples("train"), recipe.cfg.encoder.texts, most)
-    encoded, functions, codes = recipe.encode(held), CacheFunctions(recipe.wire, recipe.placement), {}
+    encoded, functions, codes = recipe.encode(held), recipe.functions, {}
     for name in recipe.wire.readers:
         begun = time.monotonic()
         code, tokens = _fit(recipe, functions, frozen[name], name, [example.context for example in train])
@@ -246,6 +246,5 @@ def _rates(rates: Mapping[int, Statistics]) -> dict[str, jax.Array]:
     """Returns steps and statistics of all ratios: of each its own, or the next smaller one's, or the least."""
     least = min(rates)
     chosen = [rates[max((one for one in rates if one <= ratio), default=least)] for ratio in range(1, RATIOS + 1)]
-    shares = {key: np.stack([getattr(one, key) for one in chosen]) for key in ("zero", "decay")}
-    steps = jnp.asarray([one.step for one in chosen], jnp.float32)
-    return {"step": steps} | {key: jnp.asarray(value, jnp.int32) for key, value in shares.items()}
+    found = {key: np.stack([getattr(one, key) for one in chosen]) for key in ("step", "zero", "decay")}
+    return {key: jnp.asarray(value, jnp.float32) for key, value in found.items()}

@@ -1,21 +1,25 @@
-"""Wire of kind "cache": nothing is trained, each frozen reader's own keys and values are its messages."""
+"""Wire of kind "cache": each frozen reader's own keys and values are its messages; their codes may be trained."""
 
 import functools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from lw_jax.core.config import Config
-from lw_jax.core.types import Example, Tree
+from lw_jax.core.types import Example, LossTerms, Tree
 from lw_jax.data import batches, examples, prompt_tokens, tokens
 from lw_jax.data.batches import Encoded
 from lw_jax.data.tokens import ByteTokenizer
 from lw_jax.evals import cache_rows
 from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.hub import weights
-from lw_jax.models import cache_message, wire
-from lw_jax.recipes import cache_start
+from lw_jax.models import cache_message, decoder, wire
+from lw_jax.models.cache_message import Sent
+from lw_jax.recipes import cache_start, wire_shapes
+from lw_jax.recipes.curriculum import Curriculum
 from lw_jax.recipes.wire_readers import WireReaders
+from lw_jax.training.optimizers import Rates
 from lw_jax.training.recipe import Weights
 from sharding import place, rules, tables
 from sharding.placement import Placement
@@ -31,6 +35,12 @@ class CacheWire(WireReaders):
         super().__init__(cfg, placed, outline=outline)
         encoder = wire.EncoderSpec("cache", slots=1, width=cfg.encoder.width, pooling="", layers=0, window=1, body=None)
         self.wire = wire.Wire(encoder, self._make_readers(kind="kv"))
+        self.functions = CacheFunctions(self.wire, placed)
+
+    @property
+    def rates(self) -> Rates:
+        """Returns the learning rate multiples: means, scales and bases are trained, tables and statistics are not."""
+        return ("codes/[^/]*/(mean|scale|basis)", 1.0), ("codes/.*", 0.0)
 
     @functools.cached_property
     def _abstract(self) -> Weights:
@@ -85,16 +95,67 @@ class CacheWire(WireReaders):
             slots=1,
             width=1,
             data=cfg.data,
+            ratio=cfg.encoder.ratio,
         )
+
+    @functools.cached_property
+    def curriculum(self) -> Curriculum:
+        return Curriculum(self.cfg, self.layout, self.tokenizers, self._attach, rows=("context",))
+
+    def _attach(self, encoded: Encoded) -> Encoded:
+        return cache_rows.attach(encoded, self.layout)
 
     def examples(self, split: examples.Split) -> list[Example]:
         """Returns the questions of a split."""
-        return examples.load(self.cfg.data, split, seed=self.cfg.seed)
+        return self.curriculum.examples(split)
 
     def encode(self, found: Sequence[Example]) -> Encoded:
         """Returns questions as token ids, with the fields of all rows."""
         encoded = batches.encode(found, layout=self.layout, rows=cache_rows.FIELDS)
-        return cache_rows.attach(encoded, self.layout)
+        return self._attach(encoded)
+
+    # --- loss
+
+    def share(self, trainable: Tree, source: Tree, rng: jax.Array, frozen: Tree = None) -> jax.Array:
+        """Returns f32[b]: each message's ratio. Readers share nothing else: each has its own text and code."""
+        del trainable, rng, frozen
+        return source["channel"][:, 0].astype(jnp.float32)
+
+    def part(self, name: str, trainable: Tree) -> Tree:
+        return trainable["codes"][name]
+
+    def branch(self, name: str, part: Tree, frozen: Tree, fields: Tree, shared: Tree, rng: jax.Array) -> LossTerms:
+        """Returns one reader's loss terms from messages at the ratios `shared`.
+
+        What a message says is a constant: the gradient is that of reading it. (At the optimum of the numbers that are
+        sent, that of the error of what is read is the whole one.)
+        """
+        del rng
+        reader, still = self.wire.readers[name], jax.lax.stop_gradient(part)
+        ratio, mask = jax.lax.stop_gradient(shared).astype(jnp.int32) - 1, fields["own"]["mask"]
+        text = {key: fields[key] for key in ("own", "before", "again")}
+        count = jnp.rint(still["tables"][ratio] * mask.sum(axis=1, dtype=jnp.int32)[:, None, None].astype(jnp.float32))
+        count, step = jnp.moveaxis(count.astype(jnp.int32), 1, 0), still["step"][ratio]
+
+        def write(fitted: bool) -> Sent:
+            reading = self.functions.read_twice(frozen, text, name, fitted)
+            return self.functions.encode(still, reading, fields["before"]["mask"], [count], step, name, fitted)[0]
+
+        sent = jax.lax.cond(still["fitted"] > 0, lambda: write(True), lambda: write(False))
+        after = decoder.embed(frozen, fields["after"]["ids"])
+        own = cache_message.decode(part, sent, mask, after.dtype)
+        own = own._replace(k=reader.constrain(own.k), v=reader.constrain(own.v))
+        before = wire.embed_shared_prefix(frozen, fields["before"])
+        prompt = wire.Prompt(after, fields["after"]["mask"], before, own)
+        return self.measure(frozen, name, self.wire.answer_states(frozen, name, prompt, fields), fields)
+
+    # --- planning
+
+    def batch_widths(self) -> Tree:
+        """Returns one training example as shapes at the configuration's limits, with an assumed shared prefix."""
+        return wire_shapes.cache_example(self.cfg, self.wire.readers)
+
+    validation_widths = batch_widths
 
     # --- identity
 

@@ -39,12 +39,13 @@ class Curriculum:
         cfg: Config,
         layout: Layout,
         tokenizers: Mapping[str, Tokenizer],
-        teach: Callable[[Encoded], Encoded],
+        complete: Callable[[Encoded], Encoded],
+        rows: tuple[str, ...] = (),
     ):
-        """Prepares the stages; `teach` takes data sets with the KL's text prompts."""
+        """Prepares the stages; `complete` takes each data set, that of questions with the prompts that `rows` names."""
         self.cfg, self.layout, self.stages = cfg, layout, config.stages(cfg)
         self._tokenizer = next(iter(tokenizers.values()))  # passage lengths count its tokens
-        self._teach = teach
+        self._complete, self._rows = complete, rows
         self.stream = functools.cache(self._stream)
         self._trained = functools.cache(self._group)
         self.examples = functools.cache(self._examples)
@@ -98,13 +99,14 @@ class Curriculum:
 
     def _stream(self, split: examples.Split, task: str, length: int) -> Encoded:
         if task != "answer":
-            return passages.encode(self._passages(split, task, length), layout=self.layout, task=task)
-        teacher, rows = objectives.needs_teacher(self.cfg.loss, task), ()
-        if teacher:  # one pass reads the context and all packed questions behind it
+            return self._complete(passages.encode(self._passages(split, task, length), layout=self.layout, task=task))
+        rows = self._rows
+        if objectives.needs_teacher(
+            self.cfg.loss, task
+        ):  # one pass reads the context and the packed questions behind it
             packed = split == "train" and self.cfg.data.packed_tokens and not self.cfg.loss.teacher_k
             rows = ("context",) if packed else ("text",)
-        encoded = batches.encode(self.examples(split), layout=self.layout, rows=rows)
-        return self._teach(encoded) if teacher else encoded
+        return self._complete(batches.encode(self.examples(split), layout=self.layout, rows=rows))
 
     def _passages(self, split: examples.Split, task: str, length: int) -> list[Example]:
         named = self.passages() if split == "train" else []

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -16,11 +15,10 @@ from lw_jax.core.config import Config
 from lw_jax.core.progress import phase
 from lw_jax.core.types import EXACT, SHARED, LossTerms, Tree
 from lw_jax.data import batches, examples, prompt_tokens, tokens
-from lw_jax.data.data_schedule import DataSchedule
 from lw_jax.data.tokens import BertTokenizer, ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
 from lw_jax.hub import architectures, weights
-from lw_jax.losses import chunked, objectives
-from lw_jax.models import adapter, codec, decoder, lora, wire
+from lw_jax.losses import objectives
+from lw_jax.models import adapter, codec, lora, wire
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.recipes import (
@@ -38,7 +36,7 @@ from lw_jax.recipes.teacher import Teacher
 from lw_jax.recipes.wire_readers import WireReaders
 from lw_jax.training.optimizers import Rates
 from lw_jax.training.recipe import Finding, Weights
-from sharding import place, placement, rules, shards, tables
+from sharding import place, placement, rules, tables
 from sharding.placement import Placement
 
 
@@ -47,8 +45,6 @@ class LatentWire(WireReaders):
 
     Of an encoder with LoRA pairs (encoder.rank) its body is frozen too, under `SHARED`.
     """
-
-    has_alarm = has_branches = True
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
         """Locates the model files; an `outline` needs none: it has shapes and the loss, but cannot load."""
@@ -240,21 +236,10 @@ class LatentWire(WireReaders):
     def curriculum(self) -> Curriculum:
         return Curriculum(self.cfg, self.layout, self.tokenizers, self._teach)
 
-    def data_schedule(self) -> DataSchedule:
-        return self.curriculum.data_schedule()
-
-    def validation(self) -> list[tuple[str, batches.Encoded]]:
-        """Returns each task's held-out examples, the last stage's first, then the same with other texts' latents."""
-        return self.curriculum.validation()
-
-    def collapse(self, step: int, values: Mapping[str, float]) -> str:
-        """Returns a message where another text's latents serve every reader as well; else an empty string."""
-        return self.curriculum.collapse(step, values)
-
     def findings(self) -> list[Finding]:
         """Returns findings on held-out texts that are trained on and on prompts beyond a reader's trained positions."""
         most = {name: reader.config.max_positions for name, reader in self.wire.readers.items()}
-        return self._shared_texts() + [
+        return super().findings() + [
             Finding(
                 "warning", f"reader {name!r}: {keys} allow {needed:,} positions, it was trained on {own:,}; lower them"
             )
@@ -263,26 +248,10 @@ class LatentWire(WireReaders):
             if needed > own
         ]
 
-    def _shared_texts(self) -> list[Finding]:
-        """Returns a warning where held-out texts are among those of training; an outline reads no data."""
-        if self.outline:
-            return []
-        held_out = {one.context for one in self.curriculum.examples("validation")}
-        trained = {
-            "train": {one.context for one in self.curriculum.examples("train")},
-            "passages": set(self.curriculum.passages()),
-        }
-        shared = {key: len(texts & held_out) for key, texts in trained.items()}
-        if not any(shared.values()):
-            return []
-        where = " and ".join(f"{count:,} in config.data.{key}" for key, count in shared.items() if count)
-        what = f"of {len(held_out):,} texts of config.data.validation are also {where}"
-        remedy = "scores of them measure memory; divide the data by text, not by question"
-        return [Finding("warning", f"{what}: {remedy}")]  # a copy is how one tries whether a wire can overfit
-
     def _teach(self, encoded: batches.Encoded) -> batches.Encoded:
-        """Returns a data set with the KL's text prompts, or with the teacher's cached tokens in their place."""
-        return self._teacher.attach(encoded) if self.cfg.loss.teacher_k else encoded
+        """Returns a data set; where the KL needs text prompts, the teacher's cached tokens may take their place."""
+        cached = self.cfg.loss.teacher_k and objectives.needs_teacher(self.cfg.loss, encoded.task)
+        return self._teacher.attach(encoded) if cached else encoded
 
     @functools.cached_property
     def _teacher(self) -> Teacher:
@@ -299,15 +268,6 @@ class LatentWire(WireReaders):
         return Teacher(self.cfg, self.wire, self.placement, identities)
 
     # --- loss
-
-    def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
-        """Returns the terms of one pass per reader; the objective is the mean over all readers' answer tokens."""
-        shared = self.share(trainable, batch["source"], rng, frozen.get(SHARED))
-        branches = (
-            self.branch(name, self.part(name, trainable), frozen[name], batch["readers"][name], shared, rng)
-            for name in self.wire.readers
-        )
-        return functools.reduce(operator.add, branches)
 
     def share(self, trainable: Tree, source: Tree, rng: jax.Array, frozen: Tree = None) -> Tree:
         """Returns the latents after the channel; parts that the batch's stage freezes have no backward pass."""
@@ -352,18 +312,7 @@ class LatentWire(WireReaders):
         if objectives.needs_teacher(self.cfg.loss, task) and "teacher" not in fields:
             text = wire.text_prompt(frozen, fields["context" if "packed" in fields else "text"])
             teacher_states = jax.lax.stop_gradient(self.wire.answer_states(frozen, name, text, fields))
-
-        def measure(head: Tree, states: jax.Array, given: Tree) -> LossTerms:
-            fields, teacher_states = given
-            teacher = None if teacher_states is None else decoder.logits(head, teacher_states)
-            one = objectives.Pass(decoder.logits(head, states), fields, teacher)
-            return objectives.total(self.cfg.loss, name, one)
-
-        rows, length, _ = states.shape
-        data = shards.row_devices(self.placement.readers[name].mesh)
-        pieces = chunked.pieces(self.cfg.compute.logits_chunk, rows=rows, length=length, data=data)
-        head, given = {"head": decoder.head(frozen)}, (fields, teacher_states)
-        return chunked.sum_of_pieces(measure, head, states, given, pieces=pieces)
+        return self.measure(frozen, name, states, fields, teacher_states)
 
     # --- identity
 

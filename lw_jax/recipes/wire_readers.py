@@ -1,17 +1,24 @@
-"""The frozen readers of a wire: their files, tokenizers, shapes, shardings and weights."""
+"""What recipes of wires share: the frozen readers, the data of their stages, and the loss of a reader's answers."""
 
 import functools
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax
+
 from lw_jax.core.config import Config
-from lw_jax.core.types import Tree
+from lw_jax.core.types import SHARED, LossTerms, Tree
+from lw_jax.data.batches import Encoded
+from lw_jax.data.data_schedule import DataSchedule
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
 from lw_jax.hub import weights
-from lw_jax.models import wire
+from lw_jax.losses import chunked, objectives
+from lw_jax.models import decoder, wire
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.recipes import frozen_models
-from lw_jax.training.recipe import Recipe
+from lw_jax.recipes.curriculum import Curriculum
+from lw_jax.training.recipe import Finding, Recipe
 from sharding import shards
 from sharding.placement import Placement
 
@@ -19,6 +26,8 @@ from sharding.placement import Placement
 class WireReaders(Recipe):
     """What recipes of wires have in common: the readers of a configuration on a placement."""
 
+    has_alarm = has_branches = True
+    wire: wire.Wire
     reader_bytes = staticmethod(frozen_models.reader_bytes)
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
@@ -74,3 +83,66 @@ class WireReaders(Recipe):
                 constrain=shards.keep_heads(at.mesh, heads=shapes[name].kv_heads, split=at.table == "tensor"),
             )
         return found
+
+    # --- data
+
+    @property
+    def curriculum(self) -> Curriculum:
+        """Returns the data of the stages."""
+        raise NotImplementedError
+
+    def data_schedule(self) -> DataSchedule:
+        return self.curriculum.data_schedule()
+
+    def validation(self) -> list[tuple[str, Encoded]]:
+        """Returns each task's held-out examples, the last stage's first, then the same with other texts' messages."""
+        return self.curriculum.validation()
+
+    def collapse(self, step: int, values: Mapping[str, float]) -> str:
+        """Returns a message where another text's message serves every reader as well; else an empty string."""
+        return self.curriculum.collapse(step, values)
+
+    def findings(self) -> list[Finding]:
+        """Returns a warning where held-out texts are among those of training; an outline reads no data."""
+        if self.outline:
+            return []
+        held_out = {one.context for one in self.curriculum.examples("validation")}
+        trained = {
+            "train": {one.context for one in self.curriculum.examples("train")},
+            "passages": set(self.curriculum.passages()),
+        }
+        shared = {key: len(texts & held_out) for key, texts in trained.items()}
+        if not any(shared.values()):
+            return []
+        where = " and ".join(f"{count:,} in config.data.{key}" for key, count in shared.items() if count)
+        what = f"of {len(held_out):,} texts of config.data.validation are also {where}"
+        remedy = "scores of them measure memory; divide the data by text, not by question"
+        return [Finding("warning", f"{what}: {remedy}")]  # a copy is how one tries whether a wire can overfit
+
+    # --- loss
+
+    def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
+        """Returns the terms of one pass per reader; the objective is the mean over all readers' answer tokens."""
+        shared = self.share(trainable, batch["source"], rng, frozen.get(SHARED))
+        branches = (
+            self.branch(name, self.part(name, trainable), frozen[name], batch["readers"][name], shared, rng)
+            for name in self.wire.readers
+        )
+        return functools.reduce(operator.add, branches)
+
+    def measure(
+        self, frozen: Tree, name: str, states: jax.Array, fields: Tree, teacher_states: jax.Array | None = None
+    ) -> LossTerms:
+        """Returns a reader's loss terms from the hidden states [b t d] of its answers, and those of its teacher."""
+
+        def piece(head: Tree, states: jax.Array, given: Tree) -> LossTerms:
+            fields, teacher_states = given
+            teacher = None if teacher_states is None else decoder.logits(head, teacher_states)
+            one = objectives.Pass(decoder.logits(head, states), fields, teacher)
+            return objectives.total(self.cfg.loss, name, one)
+
+        rows, length, _ = states.shape
+        data = shards.row_devices(self.placement.readers[name].mesh)
+        pieces = chunked.pieces(self.cfg.compute.logits_chunk, rows=rows, length=length, data=data)
+        head, given = {"head": decoder.head(frozen)}, (fields, teacher_states)
+        return chunked.sum_of_pieces(piece, head, states, given, pieces=pieces)

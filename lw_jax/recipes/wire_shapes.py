@@ -11,6 +11,7 @@ from lw_jax.core.types import Task, Tree
 from lw_jax.losses import objectives
 from lw_jax.recipes.curriculum import longest_passage
 
+AGAIN = 24  # tokens that ask for a text's repetition, assumed likewise
 SHARED_PREFIX = 40  # tokens of a prompt before the context, assumed where no tokenizer is at hand (Llama 3.1 chat: 36)
 
 
@@ -31,6 +32,16 @@ def example(cfg: Config, readers: Iterable[str], *, packed: int) -> Tree:
         "readers": dict.fromkeys(readers, reader),
         "index": jax.ShapeDtypeStruct((), jnp.int32),
     }
+
+
+def cache_example(cfg: Config, readers: Iterable[str]) -> Tree:
+    """Returns the same of encoder.kind "cache": each reader has the text itself, another one, and asks for it again."""
+    found = example(cfg, readers, packed=0)
+    text, again = _field(cfg.data.context_tokens), _field(AGAIN)
+    for name, fields in found["readers"].items():
+        asked = fields["after"] if fields["task"].name == "answer" else again
+        found["readers"][name] = fields | {"own": text, "other": text, "again": again, "after": asked}
+    return found
 
 
 def longest_prompts(cfg: Config) -> dict[str, int]:

@@ -303,10 +303,9 @@ def _made(run: Run, wire: WireFolder) -> str:
     where = f", on {run.hardware.get('devices', 0)} x {device}" if device else ""
     samples = wire.step * cfg.train.global_batch
     if _is_cache(run):
-        text = (
-            f"Computed in closed form from {cfg.encoder.texts} texts of the data above, {versions}{where}. The whole "
-        )
-        text = _paragraph(f"{text}configuration stands in config.json.")
+        trained = f" Then trained for {wire.step:,} steps, {samples:,} samples." if wire.step else ""
+        text = f"Computed in closed form from {cfg.encoder.texts} texts of the data above, {versions}{where}.{trained}"
+        text = _paragraph(f"{text} The whole configuration stands in config.json.")
         return f"## Start\n\n{text}\n````sh\n{run.training}\n````\n"
     text = _paragraph(
         f"Checkpoint {wire.step} of {cfg.train.steps} steps, {samples:,} samples ({cfg.train.global_batch} a step), "

@@ -18,9 +18,11 @@ from sharding import rules
 # (regex over paths, learning rate multiplier; 0 freezes), or one multiplier per phase of the run
 Rates = Sequence[tuple[str, float | tuple[float, ...]]]
 
-# No weight decay: scales, offsets, what is computed and not learned (rarity), and embeddings, of which a batch reads
-# only a few rows.
-_NO_DECAY = re.compile(r".*(norm|scale|shift|rarity|bias|gain|mix|queries|tasks|embed)|(.*/)?layers/(b\d|token)")
+# No weight decay: scales, offsets, what is computed and not learned (rarity), a code's closed form, and embeddings, of
+# which a batch reads only a few rows.
+_NO_DECAY = re.compile(
+    r"codes/.*|.*(norm|scale|shift|rarity|bias|gain|mix|queries|tasks|embed)|(.*/)?layers/(b\d|token)"
+)
 
 # Matrices and their row axes; the axes behind are columns, an axis before them counts layers. Other leaves (vectors,
 # embeddings, heads, initial weights of an inner model) are updated by Adam.

@@ -42,7 +42,7 @@ class Finding:
 class Recipe:
     """Model, data and loss of a run, for one configuration and one placement.
 
-    A recipe without steps (`recipes.make_whole`) has neither loss nor validation: its start is its result.
+    Of a run without steps the start is the result (encoder.kind "cache").
     """
 
     placement: Placement

@@ -1,11 +1,12 @@
 """Arrays of a wire folder: a tree of fp32 parameters as bf16, int8 or fp32 in one safetensors file, names = tree paths.
 
-Integers, and an array with one axis or fewer than `SMALL` values, stay fp32. int8: codes under the path, and under
+An array with one axis, with fewer than `SMALL` values, or of `EXACT` stays fp32. int8: codes under the path, and under
 `PATH.scale` an fp32 scale for each row of the last axis: value = code x scale.
 """
 
 import hashlib
 import math
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lw_jax.training import wire_folder
 from lw_jax.training.wire_folder import REMEDY, TENSORS, DType
 
 SMALL = 4096  # values
+EXACT = re.compile(r"codes/[^/]*/(zero|decay|tables)")  # what the bytes of cache messages are coded with
 SCALE = ".scale"
 _KINDS = {"bf16": "BF16", "int8": "I8", "fp32": "F32"}  # in a safetensors header
 _BYTES = {"BF16": 2, "I8": 1, "F32": 4}
@@ -38,7 +40,7 @@ def write(file: Path, params: Tree, dtype: DType) -> wire_folder.Tensors:
     for name, leaf in tree.flatten_paths(jax.device_get(params)).items():
         values = np.asarray(leaf, np.float32)
         refuse_diverged(name, values)  # here too: as int8 a NaN would be a number
-        tensors |= _pack(name, values, dtype if _is_packed(leaf) else "fp32")
+        tensors |= _pack(name, values, dtype if _is_packed(name, leaf) else "fp32")
     write_safetensors(file, tensors, layout="np")
     return _measure(file)
 
@@ -78,7 +80,7 @@ def _expect(flat: Mapping[str, Any], dtype: DType) -> dict[str, tuple[str, tuple
     """Returns tensor name -> (type, shape) of the file that holds these leaves."""
     wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, leaf in flat.items():
-        if not _is_packed(leaf):
+        if not _is_packed(name, leaf):
             wanted[name] = "F32", tuple(leaf.shape)
             continue
         wanted[name] = _KINDS[dtype], tuple(leaf.shape)
@@ -95,9 +97,8 @@ def _check(file: Path, stored: Mapping[str, Stored], wanted: Mapping[str, tuple[
             raise UserError(f"{file}: tensor {name:.200} is {there}, its configuration wants {asked}; {REMEDY}")
 
 
-def _is_packed(leaf: Any) -> bool:
-    shape = leaf.shape
-    return len(shape) > 1 and math.prod(shape) >= SMALL and np.dtype(leaf.dtype).kind != "i"
+def _is_packed(name: str, leaf: Any) -> bool:
+    return len(leaf.shape) > 1 and math.prod(leaf.shape) >= SMALL and not EXACT.fullmatch(name)
 
 
 def _pack(name: str, values: np.ndarray, dtype: DType) -> dict[str, np.ndarray]:

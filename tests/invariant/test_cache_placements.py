@@ -7,6 +7,7 @@ import pytest
 from lw_jax import recipes
 from lw_jax.inference import coded_evaluation
 from lw_jax.inference.coded_wire import CodedWire
+from lw_jax.recipes.cache_wire import CacheWire
 from sharding import place, placement
 from tests import tiny
 
@@ -32,7 +33,7 @@ def make(root, only="", *, devices=1, strategy="replicate", model=1):
     rows = ("text", "latents", "quarter")
     cfg = tiny.make_config(root, only=only, **CACHE, message__bytes=130, eval__rows=rows)
     placed = placement.place(strategy, recipes.reader_bytes(cfg), model=model, devices=jax.devices()[:devices])
-    return recipes.make_whole(cfg, placed)
+    return CacheWire(cfg, placed)
 
 
 def on_one_device(root, only=""):

@@ -90,13 +90,14 @@ def cached(request, own_models):
     """(reader, a wire of kind "cache" of all its numbers, in fp32)."""
     from lw_jax import recipes
     from lw_jax.inference.coded_wire import CodedWire
+    from lw_jax.recipes.cache_wire import CacheWire
     from sharding import placement
 
     changes = {"encoder__kind": "cache", "encoder__ratio": 2, "encoder__width": 100, "encoder__texts": 16}
     changes |= {"train__steps": 0, "message__bytes": 150, "compute__dtype": "fp32", "eval__max_new_tokens": NEW}
     models = {request.param: own_models[request.param]}
     cfg = tiny.make_config(own_models["llama"], models=models, **changes)
-    recipe = recipes.make_whole(cfg, placement.place("single", recipes.reader_bytes(cfg)))
+    recipe = CacheWire(cfg, placement.place("single", recipes.reader_bytes(cfg)))
     weights = recipe.build()
     return request.param, CodedWire(recipe, weights.trainable, weights.frozen, 0)
 

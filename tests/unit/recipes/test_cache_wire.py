@@ -19,8 +19,9 @@ from lw_jax.data import batches
 from lw_jax.evals import cache_functions, cache_rows
 from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.inference.export import MOST_CACHE_BYTES
-from lw_jax.models import cache_codec, cache_message
+from lw_jax.models import cache_code, cache_codec, cache_message
 from lw_jax.recipes import cache_start
+from lw_jax.recipes.cache_wire import CacheWire
 from lw_jax.training import run_folder, wire_tensors
 from sharding import placement
 from tests import tiny
@@ -158,9 +159,22 @@ def test_batches_are_of_texts_alike_in_length_and_as_wide(wire):
     assert [cache_rows.round_columns(n) for n in (1, 64, 65, 96, 97, 640)] == [64, 64, 96, 96, 128, 768]
 
 
+def test_half_of_the_texts_weigh_at_all_positions_and_half_at_the_ratio():
+    rng = np.random.default_rng(0)
+    read = [cache_start._Text(*rng.uniform(0.5, 1.0, (2, 40, 2, 1)).astype(np.float32)) for _ in range(2)]
+    tables = [np.full((2, 1), 1 / ratio) for ratio in range(1, 5)]
+    weights = cache_start._weights(read, tables, 4)
+    least, most = cache_code.IMPORTANCE
+    assert [(part > least / most + 1e-6).mean() for part in (weights[:40], weights[40:])] == [1.0, 0.25]
+    kept = weights[40:] > least / most + 1e-6
+    for layer in range(2):
+        scores, kept_here = read[1].scores[:, layer], kept[:, layer]
+        assert scores[kept_here].min() > scores[~kept_here].max()
+
+
 def test_a_start_goes_without_held_out_texts_that_are_too_long(root, monkeypatch):
     cfg = make_config(root, encoder__width=8, encoder__texts=16, encoder__ratio=1, data__overlong="drop")
-    recipe = recipes.make_whole(cfg, placement.place("single", recipes.reader_bytes(cfg)))
+    recipe = CacheWire(cfg, placement.place("single", recipes.reader_bytes(cfg)))
     first_held_out = 7  # of one in eight
     examples = [
         Example("", f"Card {n}: a bell.{' It rings.' * 2000 * (n == first_held_out)}", QUESTION, ("bell",))
@@ -249,7 +263,7 @@ def test_an_exported_wire_has_a_card_with_hashes_and_what_it_weighs(exported):
 def test_the_widths_whose_pair_is_below_32_mb(width, fits):
     cfg = config.build(pair.get_config())
     cfg = dataclasses.replace(cfg, encoder=dataclasses.replace(cfg.encoder, width=width))
-    recipe = recipes.make_whole(cfg, placement.place("single", recipes.reader_bytes(cfg)), outline=True)
+    recipe = CacheWire(cfg, placement.place("single", recipes.reader_bytes(cfg)), outline=True)
     size = sum(wire_tensors.part_bytes(recipe.abstract().trainable, "int8").values())
     assert (size <= MOST_CACHE_BYTES) == fits
 
@@ -277,7 +291,6 @@ def test_a_started_run_is_not_started_again(run, capsys):
 @pytest.mark.parametrize(
     "changes, match",
     [
-        ({"train__steps": 5}, "train.steps = 5"),
         ({"encoder__ratio": 0}, "encoder.ratio = 0"),
         ({"encoder__ratio": 17}, "encoder.ratio = 17"),
         ({"encoder__source": "models/x"}, "encoder.source = 'models/x'"),
@@ -320,7 +333,7 @@ def other_readers(tmp_path_factory):
         "message__bytes": 180,
     }
     cfg = tiny.make_config(folders["long"], models=folders, **changes)
-    recipe = recipes.make_whole(cfg, placement.place("single", recipes.reader_bytes(cfg)))
+    recipe = CacheWire(cfg, placement.place("single", recipes.reader_bytes(cfg)))
     weights = recipe.build()
     return CodedWire(recipe, weights.trainable, weights.frozen, 0)
 

@@ -1,0 +1,168 @@
+"""A cache wire's basis: fitted twice, and trained from there."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from lw_jax import recipes
+from lw_jax.core import validation
+from lw_jax.core.errors import UserError
+from lw_jax.evals import cache_rows
+from lw_jax.inference.coded_wire import CodedWire
+from lw_jax.models import cache_code
+from lw_jax.recipes import cache_start
+from lw_jax.recipes.cache_wire import CacheWire
+from lw_jax.training import preflight
+from sharding import place, placement
+from tests import tiny
+
+CACHE = {
+    "encoder__kind": "cache",
+    "encoder__ratio": 2,
+    "encoder__width": 60,
+    "encoder__texts": 24,
+    "message__bytes": 60,
+    "train__checkpoint_every": 4,
+    "train__steps": 4,
+    "optim__learning_rate": 1e-3,
+    "stages__answer__ratios": (2, 4),
+    "stages__pretrain__share": 0.5,
+    "stages__pretrain__reconstruct": 1.0,
+    "stages__pretrain__lengths": (16,),
+}
+TRAINED = {"mean", "scale", "basis"}
+
+
+def make_config(root, **changes):
+    cfg = tiny.make_config(root, **CACHE | {"mesh__placement": "single"} | changes)
+    validation.validate(cfg)
+    return cfg
+
+
+def make(root, *, strategy="single", devices=1, **changes):
+    cfg = make_config(root, **changes)
+    placed = placement.place(strategy, recipes.reader_bytes(cfg), devices=jax.devices()[:devices])
+    recipe = recipes.make(cfg, placed)
+    assert isinstance(recipe, CacheWire)
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def recipe(root):
+    return make(root)
+
+
+@pytest.fixture(scope="module")
+def started(recipe):
+    return recipe.build()
+
+
+@pytest.fixture(scope="module")
+def batch(recipe):
+    ((_, questions), *_) = recipe.validation()
+    return place.put_parts(questions.collate(range(8)), recipe.placement, place.put_eval)
+
+
+@pytest.fixture(scope="module")
+def gradient(recipe, started):
+    return tiny.gradient_of(recipe, started.frozen)
+
+
+def test_the_loss_is_that_of_the_message_that_is_sent(recipe, started, batch, gradient):
+    terms = gradient(started.trainable, batch)[1].terms
+    wire = CodedWire(recipe, started.trainable, started.frozen, 0)
+    encoded = recipe.encode(recipe.examples("validation"))
+    bench = recipe.bench(wire.codes, wire.frozen, wire.functions)
+    settings = {"rows": ["latents", "text"], "batch": 8, "max_new_tokens": 2, "codings": wire.codings}
+    records = cache_rows.measure(bench, encoded, range(8), **settings)
+    gaps = []
+    for name in ("llama", "qwen"):
+        nats = {}
+        for row in settings["rows"]:
+            found = [one for one in records if (one["reader"], one["row"]) == (name, row)]
+            nats[row] = sum(one["nll"] for one in found) / sum(one["tokens"] for one in found)
+        total, weight = terms[f"nll/{name}"]
+        assert float(total / weight) == pytest.approx(nats["latents"], abs=1e-3)
+        gaps.append(abs(nats["text"] - nats["latents"]))
+    assert max(gaps) > 4e-3, "else the text itself might have been read"
+
+
+def test_steps_along_the_gradient_lower_the_loss(recipe, started, batch, gradient):
+    trainable, first = started.trainable, None
+    for _ in range(8):
+        slope, terms = gradient(trainable, batch)
+        first = first or float(terms.sum / terms.weight)
+        rate = 0.3 / float(optax.tree.norm(slope))
+        trainable = optax.tree.add_scale(trainable, -rate, slope)
+    assert float(gradient(trainable, batch)[1].sum / terms.weight) < first - 0.02
+    codes = jax.device_get(slope["codes"])
+    for name, own in codes.items():
+        assert {key for key, leaf in own.items() if np.abs(leaf).any()} <= TRAINED, name
+        assert np.abs(own["basis"]).max() > 0
+
+
+def test_a_run_trains_bases_means_and_scales_alone(root, tmp_path):
+    recipe = make(root, only="qwen")
+    code, losses, trained = tiny.curve(recipe, tmp_path / "run")
+    assert code == 0 and len(losses) == 4 and np.isfinite(losses).all()
+    own, found = jax.device_get(recipe.build().trainable["codes"]["qwen"]), trained["codes"]["qwen"]
+    assert {key for key, leaf in own.items() if not np.array_equal(leaf, found[key])} == TRAINED
+
+
+def test_streams_have_repetitions_ratios_and_other_texts(recipe):
+    schedule = recipe.data_schedule()
+    passages, questions = (phase.streams[0][0] for phase in schedule.phases)
+    assert (passages.task, questions.task) == ("reconstruct", "answer")
+    own = passages.collate([0])["readers"]["qwen"]
+    tokenizer = recipe.tokenizers["qwen"]
+    assert tokenizer.decode(own["own"]["ids"][own["own"]["mask"]].tolist()) == passages.examples[0].context
+    assert cache_rows.REPEAT in tokenizer.decode(own["after"]["ids"][own["after"]["mask"]].tolist())
+    drawn = [schedule.batch(n, global_batch=8, seed=0, share=slice(0, 8)) for n in range(4)]
+    ratios = [set(one["source"]["channel"][:, 0].tolist()) for one in drawn]
+    assert ratios[:2] == [{2}, {2}] and set.union(*ratios[2:]) == {2, 4}
+    others = questions.shuffled().collate([0])["readers"]["qwen"]["own"]
+    np.testing.assert_array_equal(others["ids"], questions.collate([0])["readers"]["qwen"]["other"]["ids"])
+    assert recipe.validation()[-1][0] == "shuffled/"
+    assert preflight.inspect(recipe.cfg, recipe) is not None
+
+
+def test_the_basis_is_fitted_anew_to_what_messages_say(root, monkeypatch):
+    recipe = make(root, only="qwen", encoder__width=12, encoder__ratio=4)
+    first, fit_code = [], cache_code.fit_code
+    monkeypatch.setattr(cache_code, "fit_code", lambda *a, **k: first.append(fit_code(*a, **k)) or first[-1])
+    texts = [one.context for one in recipe.examples("train")[:12]]
+    code, _ = cache_start._fit(recipe, recipe.functions, recipe.load_frozen()["qwen"], "qwen", texts)
+    shared = np.linalg.norm(first[0].basis @ code["basis"].T) ** 2 / len(code["basis"])
+    assert 0.5 < shared < 1 - 1e-4, "random readers look everywhere: it turns a little"
+    np.testing.assert_array_equal(first[0].mean, code["mean"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy, devices", [("replicate", 2), ("split", 2)])
+def test_placements_train_alike(recipe, root, tmp_path, strategy, devices, monkeypatch, started):
+    other = make(root, mesh__placement=strategy, strategy=strategy, devices=devices)
+    for one in (recipe, other):
+        codes = jax.device_put(jax.device_get(started.trainable), one.shardings().trainable)
+        weights = type(started)(codes, one.load_frozen())
+        monkeypatch.setattr(one, "build", lambda frozen=None, weights=weights: weights)
+    (_, wanted, _), (_, found, _) = (
+        tiny.unsaved_curve(one, tmp_path / str(i)) for i, one in enumerate((recipe, other))
+    )
+    np.testing.assert_allclose(found, wanted, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"stages__align__share": 0.1}, "stages.align.share = 0.1"),
+        ({"stages__pretrain__reconstruct": 0.3}, "stages.pretrain.reconstruct = 0.3"),
+        ({"stages__answer__ratios": (2, 32)}, "stages.answer.ratios = 32"),
+        ({"stages__answer__ratios": (), "stages__answer__slots": (2,)}, r"stages.answer.slots = \(2,\)"),
+        ({"loss__kl": 1.0}, "loss.kl = 1.0"),
+        ({"data__packed_tokens": 256}, "data.packed_tokens = 256"),
+    ],
+)
+def test_what_only_latents_have_is_refused(root, changes, match):
+    with pytest.raises(UserError, match=rf"config\.{match}"):
+        make_config(root, **changes)
