@@ -18,7 +18,7 @@ TEXT ?= Mara Ellis lives in Lisbon.$(if $(filter %default.py,$(CONFIG)), By trad
 export GLIBC_TUNABLES ?= \
 	glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=68719476736:glibc.malloc.top_pad=1073741824
 
-.PHONY: run plan test test-all quick slow chaos lint bench bench-gpu golden notebook lock clean
+.PHONY: run plan test test-all quick slow chaos lint bench bench-gpu check-cards golden notebook lock clean
 
 run: $(VENV)/.runtime  ## trains the default configuration, prints its evaluation table, asks it one question
 	$(BIN)/python run.py --config $(CONFIG) --workdir $(WORKDIR)
@@ -59,6 +59,9 @@ bench: $(VENV)/.dev  ## our work against PyTorch's and TRL's, each side at its b
 
 bench-gpu: $(VENV)/.dev  ## all that is to be measured on one card, in one JSON; under nine minutes
 	$(BIN)/python benchmarks/gpu.py --out $(or $(OUT),bench-gpu.json)
+
+check-cards: $(VENV)/.dev  ## what to run first on several cards: devices, an all-reduce, each placement, a kill and a resume
+	$(BIN)/python examples/check_cards.py
 
 golden: $(VENV)/.dev  ## writes the golden files anew; say why in the commit
 	UPDATE_GOLDEN=1 $(BIN)/python -m pytest tests/golden

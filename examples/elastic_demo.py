@@ -68,8 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
 
         def run(name: str) -> tuple[str, list[float]]:
-            print(f"training: {name} on {PLACEMENTS[name].devices}", flush=True)
-            return train(name, Path(scratch) / name, args.steps, overrides)
+            placed = PLACEMENTS[name]
+            print(f"training: {name} on {placed.devices}", flush=True)
+            return train(placed, Path(scratch) / name, args.steps, overrides, cpu_environment(placed.devices))
 
         first, *others = args.placements  # the first one makes the readers
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -85,26 +86,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if spread <= TOLERANCE else 1
 
 
-def train(name: str, workdir: Path, steps: int, overrides: Sequence[str]) -> tuple[str, list[float]]:
+def command(placed: Placed, workdir: Path, steps: int, overrides: Sequence[str]) -> list[str]:
+    """Returns the command of a run."""
+    settings = {"mesh.placement": placed.strategy, "mesh.model": placed.model, "train.steps": steps}
+    settings |= SMALLER | {"train.log_every": 1, "train.eval_every": 0, "train.alarm_step": 0, "eval.examples": 1}
+    words = [f"--config.{path}={value}" for path, value in settings.items()]
+    run = [sys.executable, str(ROOT / "run.py"), "--config", "configs/smoke.py", "--workdir", str(workdir)]
+    return [*run, *words, *overrides]
+
+
+def cpu_environment(devices: int) -> dict[str, str]:
+    """Returns the environment of a run on so many virtual CPU devices."""
+    environ = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
+    flags = f"{environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
+    # Compiling takes most of the time of runs as small as these, and what XLA optimises is no part of the comparison.
+    return environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
+
+
+def train(
+    placed: Placed, workdir: Path, steps: int, overrides: Sequence[str], environ: Mapping[str, str]
+) -> tuple[str, list[float]]:
     """Returns what a run of its own process says of its placement, and its losses.
 
     Raises:
         UserError: the run failed, with the end of what it said.
     """
-    placed = PLACEMENTS[name]
-    settings = {"mesh.placement": placed.strategy, "mesh.model": placed.model, "train.steps": steps}
-    settings |= SMALLER | {"train.log_every": 1, "train.eval_every": 0, "eval.examples": 1}
-    words = [f"--config.{path}={value}" for path, value in settings.items()]
-    command = [sys.executable, str(ROOT / "run.py"), "--config", "configs/smoke.py", *words, *overrides]
-    environ = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
-    flags = f"{environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={placed.devices}".strip()
-    # Compiling takes most of the time of runs as small as these, and what XLA optimises is no part of the comparison.
-    environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
-    done = subprocess.run(
-        [*command, "--workdir", str(workdir)], capture_output=True, text=True, env=environ, check=False
-    )
+    words = command(placed, workdir, steps, overrides)
+    done = subprocess.run(words, capture_output=True, text=True, env=environ, check=False)
     if done.returncode:
-        raise UserError(f"training under {name} ended with code {done.returncode}: {done.stderr[-2000:]}")
+        raise UserError(f"training under {placed.strategy} ended with code {done.returncode}: {done.stderr[-2000:]}")
     placed_lines = [line for line in done.stdout.splitlines() if line.startswith("placement ")]
     where = placed_lines[0] if placed_lines else "placement single: data=1 x model=1 on 1 cpu"  # a run leaves it out
     rows = metrics.read_metrics(workdir / "metrics.jsonl")

@@ -30,7 +30,7 @@ SMALL = {
 @pytest.mark.parametrize(("shift", "code", "verdict"), [(0.9e-5, 0, "are the same"), (1.1e-5, 1, "CURVES DIFFER")])
 def test_exit_code_tells_a_curve_that_differs(shift, code, verdict, monkeypatch, tmp_path, capsys):
     curves = {"single": [1.7, 1.3, 1.1], "split": [1.7, 1.3 * (1 + shift), 1.1]}
-    monkeypatch.setattr(elastic_demo, "train", lambda name, *_: ("somewhere", curves[name]))
+    monkeypatch.setattr(elastic_demo, "train", lambda placed, *_: ("somewhere", curves[placed.strategy]))
     picture = tmp_path / "curves.png"
     assert elastic_demo.main(["--placements", "single", "split", "--output", str(picture)]) == code
     assert verdict in capsys.readouterr().out and picture.read_bytes().startswith(PNG)
@@ -38,7 +38,9 @@ def test_exit_code_tells_a_curve_that_differs(shift, code, verdict, monkeypatch,
 
 def test_a_run_that_fails_is_told_with_its_own_words(tmp_path):
     with pytest.raises(UserError, match=r"training under split ended with code 2: .*learning_rat"):
-        elastic_demo.train("split", tmp_path / "w", 3, ["--config.optim.learning_rat=1e-3"])
+        split = elastic_demo.PLACEMENTS["split"]
+        wrong = ["--config.optim.learning_rat=1e-3"]
+        elastic_demo.train(split, tmp_path / "w", 3, wrong, elastic_demo.cpu_environment(2))
 
 
 @pytest.mark.slow

@@ -1,0 +1,46 @@
+"""The check of several cards, on virtual devices."""
+
+import re
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="matplotlib is absent: pip install -r requirements-dev.txt")
+
+from examples import check_cards, elastic_demo
+from tests import tiny
+from tests.smoke.test_elastic_demo import SMALL
+
+
+def test_placements_are_those_that_so_many_devices_allow():
+    assert list(check_cards.placements(1)) == ["single"]
+    assert list(check_cards.placements(2)) == ["single", "replicate", "fsdp", "split", "tensor"]
+    assert list(check_cards.placements(3)) == ["single", "replicate", "fsdp", "split", "hybrid3"]
+    assert {"tensor", "hybrid3", "hybrid4"} < set(check_cards.placements(8))
+
+
+@pytest.mark.parametrize(("shift", "apart", "code"), [(0.9e-4, 0.0, 0), (1.1e-4, 0.0, 1), (0.0, 1.1e-4, 1)])
+def test_a_curve_that_differs_or_a_run_that_is_lost_gives_code_1(shift, apart, code, monkeypatch, capsys):
+    curves = {"single": [1.7, 1.1], "replicate": [1.7, 1.1 * (1 + shift)]}
+    monkeypatch.setattr(
+        elastic_demo, "train", lambda placed, *_: ("somewhere", curves.get(placed.strategy, [1.7, 1.1]))
+    )
+    found = {"line": "device: 2 x card", "devices": 2, "gb_per_second": 99.0}
+    monkeypatch.setattr(check_cards, "measure_all_reduce", lambda environ: found)
+    monkeypatch.setattr(check_cards, "stop_and_resume", lambda *_: apart)
+    assert check_cards.main([]) == code
+    assert "| devices | 2 x card |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_virtual_devices_reduce_train_alike_and_resume(tmp_path, capsys, monkeypatch):
+    settings = SMALL | {f"llms.{name}.source": path for name, path in tiny.readers(tmp_path / "readers").items()}
+    monkeypatch.setattr(check_cards, "MEGABYTES", 1)
+    monkeypatch.setattr(check_cards, "STEPS_STOPPED", 100)
+    asked = check_cards.placements
+    monkeypatch.setattr(check_cards, "placements", lambda n: {key: asked(n)[key] for key in ("single", "split")})
+    words = [f"--config.{path}={value}" for path, value in settings.items()]
+    assert check_cards.main(["--virtual", "2", "--steps", "3", *words]) == 0
+    told = capsys.readouterr().out
+    assert "2 virtual devices" in told and "all alike" in told
+    assert re.search(r"\| all-reduce \| 1 MB a card \| [0-9.]+ GB/s \|", told)
+    assert re.search(r"\| kill, resume \| split, 100 steps \| 0.0e\+00 from a whole run \|", told)
