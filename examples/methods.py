@@ -33,6 +33,11 @@ ROWS = {
     "ICAE-like": (*LEARNED, "encoder.rank=8", "encoder.rate=1.0"),
     "500x-like": (*LEARNED, "encoder.rank=8", "encoder.rate=1.0", "adapter.kind=kv"),
     "ARC-like": ("encoder.pooling=windows", "adapter.start=random", "encoder.rate=0.0"),
+    "cache code": (  # nothing is trained, whatever train.steps the others take
+        *("encoder.kind=cache", "encoder.source=", "encoder.sha256=", "encoder.ratio=2", "encoder.width=256"),
+        *("encoder.texts=400", "message.bytes=64", "adapter.start=random", "stages.answer.slots=", "train.steps=0"),
+        *("encoder.rank=0", "encoder.states=0", "encoder.mask=none", "encoder.pooling=windows"),
+    ),
     "ours": (
         "adapter.kind=kv",
         "adapter.start=aligned",
@@ -58,11 +63,9 @@ def main(argv: list[str]) -> int:
 
 def _read(folder: Path, row: str, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields each reader's message, and of the run that has them the rows without a wire."""
-    laps = [
-        one["train/seconds_per_step"]
-        for one in run_folder.read_metrics(folder / "metrics.jsonl")
-        if "train/seconds_per_step" in one
-    ]
+    log = folder / "metrics.jsonl"  # of a run with steps
+    steps = run_folder.read_metrics(log) if log.exists() else []
+    laps = [one["train/seconds_per_step"] for one in steps if "train/seconds_per_step" in one]
     cost = {"seconds_per_step": statistics.median(laps) if laps else None, "trainable_mb": _trained(folder) / 1e6}
     free = dict.fromkeys(cost)
     for reader, rows in result["rows"].items():
@@ -76,12 +79,16 @@ def _read(folder: Path, row: str, result: dict[str, Any]) -> Iterator[dict[str, 
 
 
 def _share(rows: Mapping[str, Mapping[str, float]], name: str) -> float:
-    return (rows[name]["f1"] - rows["none"]["f1"]) / (rows["text_taught"]["f1"] - rows["none"]["f1"])
+    text = rows.get("text_taught", rows["text"])  # messages of kind cache teach no form of answers
+    return (rows[name]["f1"] - rows["none"]["f1"]) / (text["f1"] - rows["none"]["f1"])
 
 
 def _trained(folder: Path) -> int:
     """Returns the bytes of the parameters that a run trains, in fp32."""
-    recipe, total = recipes.outline(run_folder.read_config(folder)), 0
+    cfg, total = run_folder.read_config(folder), 0
+    if not cfg.train.steps:
+        return 0
+    recipe = recipes.outline(cfg)
     for path, leaf in jax.tree_util.tree_leaves_with_path(recipe.abstract().trainable):
         name = "/".join(str(part.key) for part in path)
         rate = next(rate for pattern, rate in recipe.rates if re.fullmatch(pattern, name))

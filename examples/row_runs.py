@@ -22,7 +22,7 @@ class Bench:
     """A table of runs: what each changes, and which figures are read from it."""
 
     description: str
-    rows: Mapping[str, Sequence[str]]  # name -> KEY=VALUE words
+    rows: Mapping[str, Sequence[str]]  # name -> KEY=VALUE words, which the flags of a call do not change
     figures: tuple[str, ...]
     read: Callable[[Path, str, dict[str, Any]], Iterable[dict[str, Any]]]  # (folder, row, eval.json) -> lines
     first: str = "row"  # name of the first column
@@ -46,9 +46,9 @@ def main(bench: Bench, argv: Sequence[str]) -> int:
     wanted = {}
     for seed in asked.seeds.split(","):
         for row in rows:
-            changes = ("train.alarm=warn", *bench.flags, *bench.rows[row], f"seed={seed}")
-            own = [*(f"--config.{change}" for change in changes), *flags]
-            wanted[seed, row] = asked.out / f"{row.replace(' ', '-')}-{seed}", own
+            before, behind = ("train.alarm=warn", *bench.flags), (*bench.rows[row], f"seed={seed}")
+            first, last = ([f"--config.{change}" for change in changes] for changes in (before, behind))
+            wanted[seed, row] = asked.out / f"{row.replace(' ', '-')}-{seed}", [*first, *flags, *last]
     for folder, own in wanted.values():
         if note := _differs(folder, [asked.config, *own]):
             why = f"not of this --config and these flags, as {note} has them"

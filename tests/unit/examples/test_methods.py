@@ -34,6 +34,7 @@ def test_every_method_runs_and_gives_its_line(tmp_path, monkeypatch, capsys):
     bodies = {
         "original": (),
         "xRAG-like": (f"encoder.source={tmp_path / 'bert'}", "encoder.window=48", "encoder.windows=8"),
+        "cache code": ("encoder.texts=16", "encoder.width=64", "message.bytes=300"),
     }
     for name, changes in methods.ROWS.items():
         monkeypatch.setitem(methods.ROWS, name, (*changes, *bodies.get(name, body)))
@@ -53,7 +54,9 @@ def test_every_method_runs_and_gives_its_line(tmp_path, monkeypatch, capsys):
     assert held["selection"] <= held["ours"] + 1 and held["attention matching"] <= held["ours"] + 1
     trained = {line["method"]: float(line["trainable_mb"]) for line in wired}
     assert trained["ARC-like"] < trained["ICAE-like"], "a frozen body is not trained"
-    assert all(float(line["seconds_per_step"]) > 0 and float(line["nll"]) > 0 for line in wired)
+    assert trained["cache code"] == 0 < held["cache code"] <= 0.6 * held["text"]
+    assert all(float(line["nll"]) > 0 for line in wired)
+    assert [line["method"] for line in wired if not line["seconds_per_step"]] == ["cache code"]
     capsys.readouterr()
     monkeypatch.setattr(here, "run", None)  # nothing is run again
     assert methods.main(asked) == 0 and len(capsys.readouterr().out.splitlines()) == 2 + len(lines)
