@@ -51,7 +51,7 @@ class Encoder:
     kind: str = key(
         "lm",
         "what writes latents: a pretrained decoder without its causal mask, a pretrained BERT, or a model of bytes "
-        "from scratch; cache: nothing is trained, each reader's own keys and values are the message (docs/messages.md)",
+        "from scratch; cache: each reader's own keys and values are the message, in closed form (docs/messages.md)",
         choices=("lm", "bert", "bytes", "cache"),
     )
     source: str = key("", "the pretrained body, named as a reader's source; empty for bytes and cache")
@@ -308,7 +308,7 @@ class AnswerStage(Stage):
     )
     ratios: tuple[int, ...] = key(
         (),
-        "the same as encoder.ratio, instead of stages.answer.slots; empty: encoder.ratio",
+        "the same as encoder.ratio, of kind cache too, instead of stages.answer.slots; empty: encoder.ratio",
         unit="tokens a slot",
         above=0,
     )
@@ -431,7 +431,7 @@ class Train:
 
     steps: int = key(
         1000,
-        "optimizer steps; 0 for encoder.kind cache alone: its start is whole",
+        "optimizer steps; 0 for encoder.kind cache alone, whose start is whole; more train its basis from there",
         unit="steps",
         at_least=0,
         shapes="no",

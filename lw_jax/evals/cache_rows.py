@@ -64,7 +64,8 @@ def attach(encoded: Encoded, layout: Layout) -> CacheEncoded:
         }
         rest = {key: field for key, field in fields.items() if key != "context"}
         readers[name] = rest | {key: batches.field(ids, before.pad, left=False) for key, ids in made.items()}
-    return CacheEncoded(**vars(encoded) | {"readers": readers})
+    values: dict[str, Any] = vars(encoded) | {"readers": readers}
+    return CacheEncoded(**values)
 
 
 def ask_again(name: str, layout: Layout) -> np.ndarray:

@@ -14,8 +14,9 @@ from lw_jax.data.data_schedule import DataSchedule
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
 from lw_jax.hub import weights
 from lw_jax.losses import chunked, objectives
-from lw_jax.models import decoder, wire
+from lw_jax.models import decoder
 from lw_jax.models.decoder import DecoderConfig
+from lw_jax.models.wire import Reader, Wire
 from lw_jax.recipes import frozen_models
 from lw_jax.recipes.curriculum import Curriculum
 from lw_jax.training.recipe import Finding, Recipe
@@ -27,7 +28,7 @@ class WireReaders(Recipe):
     """What recipes of wires have in common: the readers of a configuration on a placement."""
 
     has_alarm = has_branches = True
-    wire: wire.Wire
+    wire: Wire
     reader_bytes = staticmethod(frozen_models.reader_bytes)
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
@@ -49,7 +50,7 @@ class WireReaders(Recipe):
             return {name: frozen_models.outline(self.cfg, sources[name], parts=parts[name]) for name in sources}
         return {name: weights.describe(at) for name, at in self.locations.items()}
 
-    def _abstract_readers(self, found: Mapping[str, wire.Reader]) -> Tree:
+    def _abstract_readers(self, found: Mapping[str, Reader]) -> Tree:
         return {
             name: frozen_models.describe(one.config, self.cfg, self.cfg.llms[name], self.placement.platform)
             for name, one in found.items()
@@ -67,13 +68,13 @@ class WireReaders(Recipe):
             for name, at in self.locations.items()
         }
 
-    def _make_readers(self, *, kind: str) -> dict[str, wire.Reader]:
+    def _make_readers(self, *, kind: str) -> dict[str, Reader]:
         cfg, found = self.cfg, {}
         shapes = self._describe()
         for name, at in self.placement.readers.items():
             stops = () if self.outline else tuple(self.tokenizers[name].stops)
             own = frozen_models.precision_of(cfg, cfg.llms[name], self.placement.platform)
-            found[name] = wire.Reader(
+            found[name] = Reader(
                 shapes[name],
                 cfg.adapter.hidden,
                 stops,
