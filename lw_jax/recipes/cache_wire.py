@@ -114,6 +114,9 @@ class CacheWire(WireReaders):
         encoded = batches.encode(found, layout=self.layout, rows=cache_rows.FIELDS)
         return self._attach(encoded)
 
+    def longest_prompts(self) -> dict[str, int]:
+        return wire_shapes.longest_cache_prompts(self.cfg)
+
     # --- loss
 
     def share(self, trainable: Tree, source: Tree, rng: jax.Array, frozen: Tree = None) -> jax.Array:

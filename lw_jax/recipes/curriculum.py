@@ -100,11 +100,10 @@ class Curriculum:
     def _stream(self, split: examples.Split, task: str, length: int) -> Encoded:
         if task != "answer":
             return self._complete(passages.encode(self._passages(split, task, length), layout=self.layout, task=task))
-        rows = self._rows
-        if objectives.needs_teacher(
-            self.cfg.loss, task
-        ):  # one pass reads the context and the packed questions behind it
-            packed = split == "train" and self.cfg.data.packed_tokens and not self.cfg.loss.teacher_k
+        rows, loss = self._rows, self.cfg.loss
+        if objectives.needs_teacher(loss, task):
+            # one pass reads the context and all packed questions behind it
+            packed = split == "train" and self.cfg.data.packed_tokens and not loss.teacher_k
             rows = ("context",) if packed else ("text",)
         return self._complete(batches.encode(self.examples(split), layout=self.layout, rows=rows))
 

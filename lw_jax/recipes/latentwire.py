@@ -35,7 +35,7 @@ from lw_jax.recipes.surprisal import Surprisal
 from lw_jax.recipes.teacher import Teacher
 from lw_jax.recipes.wire_readers import WireReaders
 from lw_jax.training.optimizers import Rates
-from lw_jax.training.recipe import Finding, Weights
+from lw_jax.training.recipe import Weights
 from sharding import place, placement, rules, tables
 from sharding.placement import Placement
 
@@ -236,17 +236,8 @@ class LatentWire(WireReaders):
     def curriculum(self) -> Curriculum:
         return Curriculum(self.cfg, self.layout, self.tokenizers, self._teach)
 
-    def findings(self) -> list[Finding]:
-        """Returns findings on held-out texts that are trained on and on prompts beyond a reader's trained positions."""
-        most = {name: reader.config.max_positions for name, reader in self.wire.readers.items()}
-        return super().findings() + [
-            Finding(
-                "warning", f"reader {name!r}: {keys} allow {needed:,} positions, it was trained on {own:,}; lower them"
-            )
-            for name, own in most.items()
-            for keys, needed in wire_shapes.longest_prompts(self.cfg).items()
-            if needed > own
-        ]
+    def longest_prompts(self) -> dict[str, int]:
+        return wire_shapes.longest_prompts(self.cfg)
 
     def _teach(self, encoded: batches.Encoded) -> batches.Encoded:
         """Returns a data set; where the KL needs text prompts, the teacher's cached tokens may take their place."""

@@ -103,7 +103,23 @@ class WireReaders(Recipe):
         """Returns a message where another text's message serves every reader as well; else an empty string."""
         return self.curriculum.collapse(step, values)
 
+    def longest_prompts(self) -> dict[str, int]:
+        """Returns the most positions that a reader has in training, by the keys that limit them."""
+        raise NotImplementedError
+
     def findings(self) -> list[Finding]:
+        """Returns findings on held-out texts that are trained on and on prompts beyond a reader's trained positions."""
+        most = {name: reader.config.max_positions for name, reader in self.wire.readers.items()}
+        return self._shared_texts() + [
+            Finding(
+                "warning", f"reader {name!r}: {keys} allow {needed:,} positions, it was trained on {own:,}; lower them"
+            )
+            for name, own in most.items()
+            for keys, needed in self.longest_prompts().items()
+            if needed > own
+        ]
+
+    def _shared_texts(self) -> list[Finding]:
         """Returns a warning where held-out texts are among those of training; an outline reads no data."""
         if self.outline:
             return []

@@ -166,3 +166,8 @@ def test_placements_train_alike(recipe, root, tmp_path, strategy, devices, monke
 def test_what_only_latents_have_is_refused(root, changes, match):
     with pytest.raises(UserError, match=rf"config\.{match}"):
         make_config(root, **changes)
+
+
+def test_a_text_that_is_read_twice_beyond_a_reader_s_positions_is_warned_of(root):
+    found = make(root, only="qwen", data__context_tokens=300).findings()
+    assert "data.context_tokens, read twice, allow 624 positions, it was trained on 512" in str(found[-1])
