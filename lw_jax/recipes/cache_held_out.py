@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,6 +25,24 @@ from sharding import place
 
 TOLERANCE = 0.05  # of a step, between that for which the numbers were found and that to which they are rounded
 MOST_SOLVES = 4
+SURELY = 2.0  # standard errors
+
+
+class Nats(NamedTuple):
+    """Negative log-likelihood of the answers to texts, and their tokens."""
+
+    nll: Float[np.ndarray, " n"]
+    tokens: Float[np.ndarray, " n"]
+
+    @property
+    def mean(self) -> float:
+        """Returns nats a token."""
+        return float(self.nll.sum() / self.tokens.sum())
+
+    def is_surely_below(self, other: "Nats") -> bool:
+        """Returns whether the difference is beyond chance: over SURELY of its standard errors over texts."""
+        less = other.nll - self.nll
+        return len(less) > 1 and bool(less.sum() > SURELY * math.sqrt(len(less)) * less.std(ddof=1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +106,8 @@ class HeldOut:
 
         return find_rate(write, np.asarray(self.code["tables"]), limit, step)
 
-    def nats(self, ratio: int, step: float, *, fitted: bool, shuffled: bool = False) -> float:
-        """Returns the nats a token of the answers from messages; `shuffled`: each from another text's of its batch.
+    def nats(self, ratio: int, step: float, *, fitted: bool, shuffled: bool = False) -> Nats:
+        """Returns the nats of the answers from messages; `shuffled`: each from another text's of its batch.
 
         `find_rate` found the step: the numbers are those of its last trial.
         """
@@ -106,19 +125,18 @@ class HeldOut:
 
         return self._nats(prompts())
 
-    def nats_of_prompt(self, field: str) -> float:
-        """Returns the nats a token of the answers from a prompt without a message, "text" or "none"."""
+    def nats_of_prompt(self, field: str) -> Nats:
+        """Returns the nats of the answers from a prompt without a message, "text" or "none"."""
         prompt = self.functions.prompt_from_text
         return self._nats((batch, prompt(self.params, batch.fields[field])) for batch in self._batches)
 
-    def _nats(self, prompts: Iterable[tuple[_Batch, Prompt]]) -> float:
-        nll = tokens = 0.0
+    def _nats(self, prompts: Iterable[tuple[_Batch, Prompt]]) -> Nats:
+        found = []
         for batch, prompt in prompts:
             answer = {key: batch.fields[key] for key in ANSWER}
             scores = jax.device_get(self.functions.score(self.params, prompt, answer, self.name))
-            nll += float(scores["nll"][batch.valid].sum())
-            tokens += float(scores["tokens"][batch.valid].sum())
-        return nll / tokens
+            found.append([np.asarray(scores[key], np.float64)[batch.valid] for key in ("nll", "tokens")])
+        return Nats(*map(np.concatenate, zip(*found, strict=True)))
 
     def _solve(self, batch: _Batch, ratio: int, step: float, fitted: bool) -> tuple[np.ndarray, np.ndarray]:
         """Returns the numbers f32[b t w] of a batch of texts, not rounded, and which keys are kept."""

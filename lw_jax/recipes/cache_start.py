@@ -217,7 +217,7 @@ def _squares(code: Code, y: jax.Array, real: jax.Array) -> jax.Array:
 
 
 def _settle(texts: HeldOut, limit: float, own: int) -> dict[str, jax.Array]:
-    """Returns steps and statistics of all ratios, and whether texts are fitted: what gives the smaller NLL.
+    """Returns steps and statistics of all ratios, and whether texts are fitted: where that surely gives a smaller NLL.
 
     `limit`: bytes a token of the text. `own`: the run's ratio.
     """
@@ -227,9 +227,9 @@ def _settle(texts: HeldOut, limit: float, own: int) -> dict[str, jax.Array]:
         rate = texts.find_rate(own, limit, guess, fitted=fitted)
         nats, guess = texts.nats(own, rate.step, fitted=fitted), rate.step
         way = "values and biases fitted" if fitted else "exact values"
-        print(f"{texts.name}: {way}: {nats:.3f} nats at a step of {rate.step:.4f}", flush=True)
+        print(f"{texts.name}: {way}: {nats.mean:.3f} nats at a step of {rate.step:.4f}", flush=True)
         ways[fitted] = nats, rate
-    fitted = min(ways, key=lambda way: ways[way][0])
+    fitted = own > 1 and ways[True][0].is_surely_below(ways[False][0])
     rates: dict[int, Statistics] = {own: ways[fitted][1]}
     shown = {}
     for ratio, row in RATES.items():
@@ -237,7 +237,7 @@ def _settle(texts: HeldOut, limit: float, own: int) -> dict[str, jax.Array]:
         shown[row] = ways[fitted][0] if ratio == own else texts.nats(ratio, rates[ratio].step, fitted=fitted)
     shown["another text's"] = texts.nats(own, rates[own].step, fitted=fitted, shuffled=True)
     shown |= {row: texts.nats_of_prompt(row) for row in ("none", "text")}
-    rows = ", ".join(f"{row} {nats:.3f}" for row, nats in shown.items())
+    rows = ", ".join(f"{row} {nats.mean:.3f}" for row, nats in shown.items())
     print(f"{texts.name}: nats a token of the answers to {len(texts)} held-out texts: {rows}", flush=True)
     return {"fitted": jnp.float32(fitted)} | _rates(rates)
 

@@ -53,3 +53,14 @@ def test_more_bytes_than_numbers_can_say_take_the_least_step():
 def test_fewer_bytes_than_the_order_takes_are_refused_by_their_key():
     with pytest.raises(UserError, match=r"^config\.message\.bytes = 0\.5, "):
         cache_held_out.find_rate(write, TABLES, 0.5, 0.3)
+
+
+@pytest.mark.parametrize(
+    "less, surely",
+    [([1.0, 1.1, 0.9, 1.0], True), ([4.0, -1.0, 0.5, 0.5], False), ([-1.0, -1.1, -0.9, -1.0], False), ([5.0], False)],
+)
+def test_values_are_fitted_only_where_that_helps_beyond_chance(less, surely):
+    tokens = np.full(len(less), 3.0)
+    exact = cache_held_out.Nats(np.full(len(less), 10.0), tokens)
+    assert exact.mean == pytest.approx(10 / 3)
+    assert cache_held_out.Nats(exact.nll - np.array(less), tokens).is_surely_below(exact) == surely

@@ -55,7 +55,11 @@ def recipe(root):
 
 @pytest.fixture(scope="module")
 def started(recipe):
-    return recipe.build()
+    """A start of which one reader's messages are fitted, and the other's are not."""
+    built = recipe.build()
+    for fitted, code in zip((0.0, 1.0), built.trainable["codes"].values(), strict=True):
+        code["fitted"] = jax.numpy.full_like(code["fitted"], fitted)
+    return built
 
 
 @pytest.fixture(scope="module")
