@@ -7,7 +7,6 @@ Cases run one after the other, each in processes of its own, the most wanted fir
 --minutes is left out and said to be. A case that fails is told with its code, and the others still run (code 1).
 """
 
-import argparse
 import dataclasses
 import json
 import subprocess
@@ -64,20 +63,21 @@ CASES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.plain_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--small", action="store_true", help="tiny models: that nothing rots")
     parser.add_argument("--minutes", type=float, default=7.5, help="no case begins after so many (default: 7.5)")
     parser.add_argument("--cases", default="", metavar="NAME;NAME", help="some alone, as CASES names them")
     args = parser.parse_args(argv)
-    wanted = [case for case in CASES if not args.cases or case.name in args.cases.split(";")]
     started, found = time.monotonic(), {}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    for case in wanted:
+    for case in CASES:
+        if args.cases and case.name not in args.cases.split(";"):
+            continue
         if time.monotonic() - started > 60 * args.minutes:
             found[case.name] = {"left_out": f"it would have begun after {args.minutes} minutes"}
         else:
-            print(f"{case.name} ...", file=sys.stderr, flush=True)
+            common.say(case.name)
             found[case.name] = run(case, small=args.small)
         args.out.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     return int(any("code" in one for one in found.values()))
@@ -88,19 +88,19 @@ def run(case: Case, *, small: bool) -> dict[str, Any]:
     config, values = (case.small_config, case.small_values) if small else (case.config, case.values)
     own = ["--config", f"configs/{config}", *common.flags(dict(value.split("=", 1) for value in values.split()))]
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        if case.script == "peer":
-            steps = ["--rounds", "1" if small else "2", "--steps", "1" if small else "5"]
-            command = ["benchmarks/peer.py", *own, *steps, "--json", str(place / "bench.json")]
-        else:
-            if case.script == "load":
-                source = write_model(place / "model", small=small)
-                own += [f"--config.llms.llama.source={source}", "--config.llms.llama.sha256="]
-            command = ["run.py", "bench", *own, *case.words.split(), "--workdir", folder]
+        file, turns = Path(folder) / "bench.json", "--rounds 1 --steps 1" if small else "--rounds 2 --steps 5"
+        if case.script == "load":
+            source = write_model(Path(folder) / "model", small=small)
+            own += common.flags({"llms.llama.source": source, "llms.llama.sha256": ""})
+        command = (
+            ["benchmarks/peer.py", *own, *turns.split(), "--json", str(file)]
+            if case.script == "peer"
+            else ["run.py", "bench", *own, *case.words.split(), "--workdir", folder]
+        )
         begun = time.monotonic()
         code = subprocess.run([sys.executable, *command], cwd=common.ROOT, stdout=sys.stderr, check=False).returncode
         told = {"command": " ".join(command), "whole_seconds": round(time.monotonic() - begun, 1)}
-        return told | ({"code": code} if code else json.loads((place / "bench.json").read_text("utf-8")))
+        return told | ({"code": code} if code else json.loads(file.read_text("utf-8")))
 
 
 def write_model(folder: Path, *, small: bool) -> Path:

@@ -1,16 +1,17 @@
 """Prints the tables of docs/planning.md from plans: every strategy on every card. The page's prose is written by hand.
 
-python -m benchmarks.planning_page                   # makes the plans (cached), minutes each
-python -m benchmarks.planning_page --plans FOLDER    # reads FOLDER/TARGET.json, of `plan --json`
+python benchmarks/planning_page.py                   # makes the plans (cached), minutes each
+python benchmarks/planning_page.py --plans FOLDER    # reads FOLDER/TARGET.json, of `plan --json`
 """
 
-import argparse
 import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common
 from benchmarks.common import number
@@ -29,37 +30,25 @@ TARGETS = (*(f"{card}x{count}" for card, counts in COUNTS.items() for count in c
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="configs/large.py", help="what is planned (default: configs/large.py)")
+    parser, assignments, rest = common.parser(__doc__, argv, "configs/large.py")
     parser.add_argument("--plans", type=Path, metavar="FOLDER", help="take TARGET.json of there instead of planning")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(rest)
     environment.prepare_compiler(everywhere=True)  # before anything imports JAX, and it must not be silent twice
-    cfg = common.load(args.config, {})
-    plans = load(args.plans, cfg) if args.plans else make(cfg)
+    plans = load(args.plans) if args.plans else make(common.load(args.config, assignments))
     for section in (chosen(plans), candidates(plans), refused(plans), agreement(plans)):
         print("\n".join(section), end="\n\n")
     return 0
 
 
-def load(folder: Path, cfg: Config) -> Plans:
-    """Returns the plans of a folder by target, in the page's order.
-
-    Raises:
-        UserError: a file is no plan or one of another configuration, or none is there.
-    """
+def load(folder: Path) -> Plans:
+    """Returns the plans of a folder by target, in the page's order; raises UserError for a file that is none."""
     from lw_jax.planning.plans import StepPlan
 
-    found: dict[str, StepPlan] = {}
-    for file in sorted(folder.glob("*.json")):
-        one = schema.read(file, StepPlan, remedy="make it again with `python run.py plan --json`")
-        if (one.global_batch, one.steps) != (cfg.train.global_batch, cfg.train.steps):
-            had = f"train.global_batch={one.global_batch}, train.steps={one.steps}"
-            raise UserError(f"{file}: planned for {had}, the configuration has others; plan it again")
-        found[one.target] = one
+    remedy = "make it again with `python run.py plan --json`"
+    found = {one.target: one for one in (schema.read(file, StepPlan, remedy=remedy) for file in folder.glob("*.json"))}
     if not found:
         raise UserError(f"{folder}: holds no plan; write TARGET.json there with `python run.py plan --json`")
-    order = [*TARGETS, *found]
-    return dict(sorted(found.items(), key=lambda item: order.index(item[0])))
+    return {target: found[target] for target in [*TARGETS, *sorted(found.keys() - set(TARGETS))] if target in found}
 
 
 def make(cfg: Config) -> Plans:
@@ -68,7 +57,7 @@ def make(cfg: Config) -> Plans:
 
     plans = {}
     for target in TARGETS:
-        print(f"planning {target}; minutes, the first time", file=sys.stderr, flush=True)
+        common.say(f"planning {target}; minutes, the first time")
         plans[target] = planner.make(cfg, target)
     return plans
 
@@ -91,42 +80,24 @@ def candidates(plans: Plans) -> list[str]:
     """Returns every candidate of every card, compiled beside the estimate."""
     lines = ["## Every candidate, compiled beside arithmetic"]
     for card, title in (CARDS | {"": "Others"}).items():
-        own = {target: one for target, one in plans.items() if target.rpartition("x")[0] == card}
-        if not card:
-            own = {target: one for target, one in plans.items() if target.rpartition("x")[0] not in CARDS}
+        cards = {target: target.rpartition("x")[0] for target in plans}
+        own = {target: plans[target] for target, known in cards.items() if card == (known if known in CARDS else "")}
         if own:
             lines += ["", f"### {title}", "", _measured(own, card)]
     return lines
 
 
 def _measured(plans: Plans, card: str) -> str:
-    head = ("GPUs" if card else "target", "strategy", "mesh", "remat", "batch", "peak GB", "est.", "TFLOP", "est.")
-    head += ("GB sent", "s/step", "est.", "samples/s", "")
-    alone = plans[f"{card}x1"].candidates if f"{card}x1" in plans else ()
-    rows = [
-        (str(one.devices) if card else target, *_candidate(row, one.chosen))
-        for target, one in plans.items()
-        for row in one.candidates
-        if row.peak_bytes and (one.devices == 1 or row == one.chosen or row not in alone)
-    ]
-    return common.table(head, rows)
+    from lw_jax.planning import plan_tables
 
-
-def _candidate(row: "StepCandidate", best: "StepCandidate | None") -> tuple[str, ...]:
-    verdict = "**chosen**" if row == best else ("" if row.fits else f"no: {short(row)}")
-    return (
-        *(row.strategy, row.mesh, row.remat, batch(row)),
-        *(number(row.peak_bytes / 1e9, ".1f"), _beside(row, "peak_bytes", 1e9, 1)),
-        *(number(row.flops / 1e12 if row.flops else None, ".0f"), _beside(row, "flops", 1e12, 0)),
-        number(row.collective_bytes / 1e9 if row.flops else None, ".1f"),
-        *(number(row.step_seconds, ".2f"), _beside(row, "step_seconds", 1, 2)),
-        *(number(row.samples_per_second, ".1f"), verdict),
-    )
-
-
-def _beside(row: "StepCandidate", key: str, unit: float, digits: int) -> str:
-    guess, compiled = getattr(row.estimate, key, None), getattr(row, key)
-    return f"{guess / unit:.{digits}f} ({guess / compiled - 1:+.0%})" if guess is not None and compiled else "-"
+    alone, rows, head = plans[f"{card}x1"].candidates if f"{card}x1" in plans else (), [], ()
+    for target, one in plans.items():
+        head, *cells = plan_tables.candidates(one.candidates)
+        for row, cell in zip(one.candidates, cells, strict=True):
+            if row.peak_bytes and (one.devices == 1 or row == one.chosen or row not in alone):
+                verdict = "**chosen**" if row == one.chosen else "" if row.fits else f"no: {short(row)}"
+                rows.append((str(one.devices) if card else target, *cell[:6], *cell[9:-1], verdict))
+    return common.table(("GPUs" if card else "target", *head[:6], *head[9:]), rows)
 
 
 def refused(plans: Plans) -> list[str]:

@@ -9,6 +9,7 @@ the rest by its form.
 """
 
 import collections
+import dataclasses
 import re
 import sys
 import tempfile
@@ -62,19 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare(cfg: Any) -> tuple[str, Callable[[], Any]]:
+    """Returns the compiled text of a step, and the step on random arrays."""
     import jax
 
-    from lw_jax import recipes
     from lw_jax.benchmarking import timing
     from lw_jax.benchmarking.measurement import Measured
-    from lw_jax.core import config
+    from lw_jax.planning import planner
     from lw_jax.training import memory
     from lw_jax.training.step_spec import StepSpec
-    from sharding import placement
 
-    cfg = config.with_remat(cfg, "none") if cfg.compute.remat == "auto" else cfg
-    measured = Measured(cfg, placement.place("single", recipes.reader_bytes(cfg)), repeats=1)
-    spec, widths = StepSpec(cfg, measured.recipe), measured.recipe.batch_widths()
+    cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, placement="single"))
+    measured = Measured(*planner.resolve_auto(cfg), repeats=1)
+    spec, widths = StepSpec(measured.cfg, measured.recipe), measured.recipe.batch_widths()
     accumulation = spec.accumulation(cfg.train.micro_batch)
     compiled = memory.measure(spec, widths, accumulation).programs["step"][0]
     batch, frozen = measured.fill(spec.batch(widths, accumulation)), timing.fill(spec.frozen)

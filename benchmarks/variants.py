@@ -90,16 +90,27 @@ def ratio(turns: Mapping[str, Sequence[Told]]) -> Told:
     return {"median": whole, "least": min(pairs), "most": max(pairs)}
 
 
-def row(variant: Variant, turns: Sequence[Told], *, why: str = "", off: Mapping[str, float] | None = None) -> Told:
-    """Returns a variant's row: seconds over all its turns, or why it has none or does not count."""
-    told: Told = {"side": variant.side, "variant": variant.name, "counted": variant.counted and not why, "why": why}
-    told |= {"difference": dict(off or {}), "turns": list(turns)}
-    if turns:
-        every = [second for one in turns for second in one["seconds"]]
-        told |= {"median": statistics.median(one["median"] for one in turns), "least": min(every), "most": max(every)}
-        told["first_seconds"] = turns[0]["first_seconds"]
-        told["peak_bytes"] = max(one["peak_bytes"] or one["host_bytes"] for one in turns)
-    return told
+@dataclasses.dataclass
+class Entry:
+    """What is known of a variant: its turns, how far it is from PyTorch in fp32, why it has no turn or cannot count."""
+
+    variant: Variant
+    turns: list[Told] = dataclasses.field(default_factory=list)
+    off: dict[str, float] = dataclasses.field(default_factory=dict)
+    why: str = ""
+
+    def row(self) -> Told:
+        """Returns the variant's row: seconds over all its turns, or why it has none or does not count."""
+        one = self.variant
+        told: Told = {"side": one.side, "variant": one.name, "counted": one.counted and not self.why, "why": self.why}
+        told |= {"difference": self.off, "turns": self.turns}
+        if self.turns:
+            every = [second for turn in self.turns for second in turn["seconds"]]
+            medians = [turn["median"] for turn in self.turns]
+            told |= {"median": statistics.median(medians), "least": min(every), "most": max(every)}
+            told["first_seconds"] = self.turns[0]["first_seconds"]
+            told["peak_bytes"] = max(turn["peak_bytes"] or turn["host_bytes"] for turn in self.turns)
+        return told
 
 
 def table(found: Told) -> str:
