@@ -58,7 +58,7 @@ class Measured:
     def __init__(self, cfg: Config, placement: Placement, repeats: int):
         self.cfg, self.placement, self.repeats = cfg, placement, repeats
         self.recipe: Any = recipes.make(cfg, placement, outline=True)
-        self.needs: memory.StepMemory | None = None  # of the step, once it was measured
+        self.needs: memory.StepMemory | None = None  # of the step as it was compiled here, once it was measured
 
     @functools.cached_property
     def ceilings(self) -> Ceilings:
@@ -103,14 +103,14 @@ class Measured:
         cfg, widths = self.cfg, self.recipe.batch_widths()
         accumulation = self._accumulation(widths)
         with tempfile.TemporaryDirectory() as folder, _compile_cache(Path(folder)), out_of_memory.detect():
-            cold, _ = _seconds(lambda: memory.measure(StepSpec(cfg, self.recipe), widths, accumulation))
+            cold, self.needs = _seconds(lambda: memory.measure(StepSpec(cfg, self.recipe), widths, accumulation))
             jax.clear_caches()
             program = StepSpec(cfg, self.recipe)
             cached, needs = _seconds(lambda: memory.measure(program, widths, accumulation))
             call: Any = needs.programs["step"][0] if "step" in needs.programs else program.step
             batch = self.fill(program.batch(widths, accumulation))
             samples = timing.steps(program, call, batch, repeats=self.repeats)
-        seconds, peak, self.needs = Spread.of(samples), timing.peak_bytes(), needs  # before the ceilings' own peak
+        seconds, peak = Spread.of(samples), timing.peak_bytes()  # before the ceilings' own peak
         work = workload.step_flops(cfg)
         reached = work / (seconds.median * self.ceilings.matmul * self.placement.devices)
         return [
