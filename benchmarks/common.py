@@ -22,21 +22,18 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def parser(
-    doc: str | None, argv: Sequence[str] | None, config: str = ""
+    doc: str | None, argv: Sequence[str] | None, config: str | None = ""
 ) -> tuple[argparse.ArgumentParser, dict[str, str], list[str]]:
     """Returns a parser with --config, the assignments of a command line, and its other words.
 
-    `config` is the file that is taken where the command line names none; empty: it must name one.
+    `config` is the file that is taken where the command line names none; empty: it must name one; None: no --config.
     """
     assignments, words = command_line.take_assignments(list(sys.argv[1:] if argv is None else argv))
-    found = plain_parser(doc)
-    about = "--config.key=value goes with it" + (f" (default: {config})" if config else "")
-    found.add_argument("--config", default=config, required=not config, metavar="FILE", help=about)
+    found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if config is not None:
+        about = "--config.key=value goes with it" + (f" (default: {config})" if config else "")
+        found.add_argument("--config", default=config, required=not config, metavar="FILE", help=about)
     return found, assignments, words
-
-
-def plain_parser(doc: str | None) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def load(spec: str, assignments: Mapping[str, str]) -> Config:

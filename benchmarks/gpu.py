@@ -67,12 +67,12 @@ CASES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = common.plain_parser(__doc__)
+    parser, _, rest = common.parser(__doc__, argv, None)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--small", action="store_true", help="tiny models: that nothing rots")
     parser.add_argument("--minutes", type=float, default=7.5, help="no case begins after so many (default: 7.5)")
     parser.add_argument("--cases", default="", metavar="NAME;NAME", help="some alone, as CASES names them")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(rest)
     started, found = time.monotonic(), {}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for case in CASES:

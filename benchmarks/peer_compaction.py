@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common
 from lw_jax.core import environment
-from lw_jax.core.command_line import take_assignments
 from lw_jax.core.errors import UserError, leave
 from lw_jax.core.precision import DTYPES
 
@@ -36,7 +35,7 @@ Row = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = common.plain_parser(__doc__)
+    parser, assignments, rest = common.parser(__doc__, argv, None)
     parser.add_argument("--workdir", required=True, help="a run or an exported wire of encoder.kind='cache'")
     parser.add_argument("--reader", required=True)
     parser.add_argument("--python", required=True, help="of an environment with kvpress")
@@ -44,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--questions", type=int, default=64)
     parser.add_argument("--presses", default=PRESSES)
     parser.add_argument("--out", type=Path, required=True)
-    assignments, words = take_assignments(sys.argv[1:] if argv is None else argv)
-    args = parser.parse_args(words)
+    args = parser.parse_args(rest)
     environment.hide_idle_cuda()
     import lw_jax
     from lw_jax.evals import answers

@@ -32,7 +32,8 @@ FILE = "scaling.json"
 SHARES = 8  # of the global batch: what one device of a whole node takes, and what weak scaling gives each
 LENGTHS = (128, 512, 1024)
 KEY = ("kind", "scaling", "target")
-TAKEN = ("accumulation", "optimizer_bytes", "activation_bytes", "peak_bytes")  # of a plan, by the same name
+EMPTY = ("accumulation", "remat", "weights_bytes", "optimizer_bytes", "activation_bytes", "peak_bytes", "peak_from")
+EMPTY += ("mfu", "obstacle")  # of a row that has no such figure
 ONE_MESH = ("replicate", "fsdp", "tensor")
 
 Row = dict[str, Any]
@@ -166,13 +167,13 @@ def plan(cfg: Config, card: str, point: Point, *, estimate: bool = False) -> Row
 
     own = at(cfg, point)
     found = planner.make(own, f"{card}x{point.devices}", estimate=estimate)
-    row, best = _row(own, point, "planned", card), found.chosen
-    if best is None:
-        return row | {"obstacle": found.why}
-    row |= {name: getattr(best, name) for name in ("micro_batch", "remat", *TAKEN)}
-    row |= {"weights_bytes": best.weights_bytes + best.trainable_bytes}
-    row |= {"peak_from": "compiled" if found.compiled else "arithmetic"}
-    return row | _pace(point, row["unit"], best.step_seconds)
+    if (best := found.chosen) is None:
+        return _row(own, point, "planned", card, obstacle=found.why)
+    names = ("micro_batch", "accumulation", "remat", "optimizer_bytes", "activation_bytes", "peak_bytes")
+    figures = {name: getattr(best, name) for name in names}
+    figures |= {"weights_bytes": best.weights_bytes + best.trainable_bytes}
+    figures |= {"peak_from": "compiled" if found.compiled else "arithmetic"}
+    return _row(own, point, "planned", card, best.step_seconds, **figures)
 
 
 def measure(config: str, assignments: Mapping[str, str], point: Row, steps: int) -> Row:
@@ -183,47 +184,37 @@ def measure(config: str, assignments: Mapping[str, str], point: Row, steps: int)
     from lw_jax.planning import gpus, planner
     from sharding.errors import PlacementError
 
-    place = Point(**point)
-    own, device = at(common.load(config, assignments), place), jax.devices()[0]
-    row, card = _row(own, place, "measured", device.device_kind), gpus.of_device(device)
+    place, device = Point(**point), jax.devices()[0]
+    own, card = at(common.load(config, assignments), place), gpus.of_device(device)
     try:
         found = Measured(*planner.resolve_auto(own), repeats=steps)
         (told,) = found.step()
     except (UserError, PlacementError) as error:
-        return row | {"obstacle": str(error)}
+        return _row(own, place, "measured", device.device_kind, obstacle=str(error))
     needs, seconds = found.needs, told.seconds
     assert needs and seconds and told.flops, "the step was measured"
-    row |= {"micro_batch": needs.micro_batch, "accumulation": needs.accumulation, "remat": found.cfg.compute.remat}
-    row |= {"weights_bytes": needs.weights + needs.trainable, "optimizer_bytes": needs.optimizer}
-    row |= {"activation_bytes": needs.activations, "peak_bytes": told.peak_bytes, "peak_from": told.peak_from}
-    row |= {"step_seconds_least": seconds.least, "step_seconds_most": seconds.most, "steps": steps}
-    row |= {"of_matmul": told.of_matmul}
+    figures = {"micro_batch": needs.micro_batch, "accumulation": needs.accumulation, "remat": found.cfg.compute.remat}
+    figures |= {"weights_bytes": needs.weights + needs.trainable, "optimizer_bytes": needs.optimizer}
+    figures |= {"activation_bytes": needs.activations, "peak_bytes": told.peak_bytes, "peak_from": told.peak_from}
+    figures |= {"step_seconds_least": seconds.least, "step_seconds_most": seconds.most, "steps": steps}
     if card:
-        row["mfu"] = told.flops / (seconds.median * place.devices * card.peak["bf16"])
-    return row | _pace(place, row["unit"], seconds.median)
+        figures["mfu"] = told.flops / (seconds.median * place.devices * card.peak["bf16"])
+    return _row(own, place, "measured", device.device_kind, seconds.median, of_matmul=told.of_matmul, **figures)
 
 
-def _row(cfg: Config, point: Point, kind: str, target: str) -> Row:
+def _row(cfg: Config, point: Point, kind: str, target: str, seconds: float | None = None, **figures: Any) -> Row:
     from lw_jax.core import tree
 
-    row = {"kind": kind, "target": target, **dataclasses.asdict(point), "unit": outline(cfg)["unit"]}
+    unit, rate = outline(cfg)["unit"], point.global_batch / seconds if seconds else None
+    row = {"kind": kind, "target": target, **dataclasses.asdict(point), "unit": unit}
     row |= {"parameters": tree.count(_make(cfg).abstract().trainable)}
-    empty = ("remat", *TAKEN, "weights_bytes", "peak_from", "mfu", "obstacle")
-    return row | dict.fromkeys(empty) | _pace(point, row["unit"], None)
-
-
-def _pace(point: Point, unit: str, seconds: float | None) -> Row:
-    rate = point.global_batch / seconds if seconds else None
-    tokens = rate * point.length if rate and unit == "tokens" else None
-    return {"step_seconds": seconds, "examples_per_second": rate, "tokens_per_second": tokens}
+    row |= {"step_seconds": seconds, "examples_per_second": rate}
+    row |= {"tokens_per_second": rate * point.length if rate and unit == "tokens" else None}
+    return row | dict.fromkeys(EMPTY) | figures
 
 
 def write(workdir: Path, rows: Sequence[Row]) -> None:
-    """Writes the rows beside those of other kinds, scalings and cards.
-
-    Raises:
-        UserError: the file there is no list of rows.
-    """
+    """Writes the rows beside those of other kinds, scalings and cards; raises UserError where the file is none."""
     file = workdir / FILE
     try:
         kept = json.loads(file.read_text("utf-8")) if file.exists() else []
