@@ -54,8 +54,8 @@ def numbers(text: str) -> tuple[int, ...]:
     return found
 
 
-def number(value: float | None, form: str, scale: float = 1) -> str:
-    """Returns a number, or "-" where there is none."""
+def number(value: Any, form: str = "", scale: float = 1) -> str:
+    """Returns a number, or a word as it is; "-" where there is none."""
     return "-" if value is None else format(value * scale, form)
 
 
@@ -71,6 +71,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     ]
     rule = "|".join("-" * (width + 1) + ("-" if end == "<" else ":") for end, width in zip(ends, widths, strict=True))
     return "\n".join([f"| {shown[0]} |", f"|{rule}|", *(f"| {line} |" for line in shown[1:])])
+
+
+def columns(rows: Iterable[Mapping[str, Any]], shown: Mapping[str, tuple[Any, ...]]) -> str:
+    """Returns a table of rows; `shown` has for each heading the key, and the format and factor of its numbers."""
+    return table(list(shown), [[number(row.get(key), *form) for key, *form in shown.values()] for row in rows])
 
 
 def say(doing: str) -> None:

@@ -63,16 +63,17 @@ def make(cfg: Config) -> Plans:
 
 
 def chosen(plans: Plans) -> list[str]:
+    from lw_jax.planning import plan_tables
+
     head = ("target", "strategy", "mesh", "remat", "batch", "peak GB", "limit GB", "s/step", "samples/s", "hours")
     rows = []
     for target, one in plans.items():
-        best, limit, took = one.chosen, number(one.limit_bytes / 1e9, ".1f"), number(one.plan_seconds, ".0f")
-        if best is None:
+        limit, took = number(one.limit_bytes, ".1f", 1e-9), number(one.plan_seconds, ".0f")
+        if one.chosen is None:
             rows.append((target, "nothing fits", "", "", "", "", limit, "", "", "", took))
             continue
-        speed = number(best.step_seconds, ".2f"), number(best.samples_per_second, ".1f"), number(best.hours, ".2f")
-        peak = number(best.peak_bytes / 1e9, ".1f")
-        rows.append((target, best.strategy, best.mesh, best.remat, batch(best), peak, limit, *speed, took))
+        _, best = plan_tables.candidates([one.chosen])
+        rows.append((target, *best[:5], limit, best[11], best[13], number(one.chosen.hours, ".2f"), took))
     return ["## What is chosen", "", common.table((*head, "plan took s"), rows)]
 
 
@@ -128,10 +129,6 @@ def agreement(plans: Plans) -> list[str]:
 def _spread(rows: "Sequence[StepCandidate]", key: str) -> str:
     off = [getattr(row.estimate, key) / getattr(row, key) - 1 for row in rows if row.estimate and getattr(row, key)]
     return f"{statistics.median(off):+.0%} ({min(off):+.0%} to {max(off):+.0%})" if off else "-"
-
-
-def batch(row: "StepCandidate") -> str:
-    return f"{row.micro_batch} x {row.accumulation}"
 
 
 def short(row: "StepCandidate") -> str:

@@ -14,15 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common, scaling
-from benchmarks.common import number
 from lw_jax.core import environment
 from lw_jax.core.errors import leave
-from lw_jax.report.figures import COLOURS
+from lw_jax.report.figures import Line, Panel, draw_panels
+
+SHOWN = {
+    **{"slots": ("slots",), "batch": ("batch",), "s/step": ("step_seconds", ".4g")},
+    **{"samples/s": ("samples_per_second", ".4g"), "peak GB": ("peak_bytes", ".3f", 1e-9)},
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,44 +56,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     draw(rows, title=f"{Path(args.config).name}, {rows[0]['kind']}, {rows[0]['target']}").savefig(
         args.out / "sweep.png"
     )
-    print(table(rows))
+    print(common.columns(rows, SHOWN))
     return 0
 
 
 def draw(rows: Sequence[dict[str, Any]], *, title: str) -> Figure:
-    """Returns samples a second and memory over the batch, one line for each number of slots.
-
-    Rows: {"slots", "batch", "samples_per_second", "peak_bytes"}, the last two None where the batch does not fit.
-    """
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    speed, memory = figure.subplots(1, 2)
-    for slots, colour in zip(sorted({row["slots"] for row in rows}), COLOURS, strict=False):
-        line = sorted((row for row in rows if row["slots"] == slots), key=lambda row: row["batch"])
-        line = [row for row in line if row["peak_bytes"] is not None]
-        batches, label = [row["batch"] for row in line], f"{slots} slots"
-        speed.plot(batches, [row["samples_per_second"] for row in line], "o-", color=colour, label=label)
-        memory.plot(batches, [row["peak_bytes"] / 1e9 for row in line], "o-", color=colour, label=label)
-    for panel, unit in ((speed, "samples a second"), (memory, "peak memory of the device, GB")):
-        panel.set_xscale("log", base=2)
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        panel.set(xlabel="samples a step (logarithmic)", ylabel=unit)
-        panel.set_ylim(bottom=0)
-        panel.grid(alpha=0.3)
-    speed.legend()
+    """Returns samples a second and memory over the batch, one line for each number of slots."""
+    fitting = [row for row in rows if row["peak_bytes"] is not None]
+    panels = []
+    for key, name, scale in (("samples_per_second", "samples a second", 1), ("peak_bytes", "peak memory, GB", 1e-9)):
+        lines = []
+        for colour, slots in enumerate(sorted({row["slots"] for row in fitting})):
+            own = sorted((row["batch"], row[key] * scale) for row in fitting if row["slots"] == slots)
+            lines.append(Line(f"{slots} slots", *map(list, zip(*own, strict=True)), colour=colour))
+        panels.append(Panel(name, "", lines, is_logarithmic=False))
+    figure = draw_panels(panels, label="samples a step")
     figure.suptitle(title)
     return figure
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    cells = [
-        (
-            *(str(row["slots"]), str(row["batch"])),
-            *(number(row[key], ".4g") for key in ("step_seconds", "samples_per_second")),
-            "does not fit" if row["peak_bytes"] is None else number(row["peak_bytes"], ".3f", 1e-9),
-        )
-        for row in rows
-    ]
-    return common.table(("slots", "batch", "s/step", "samples/s", "peak GB"), cells)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,22 @@ from typing import Any
 import numpy as np
 
 from benchmarks import common
-from benchmarks.common import number
 
 # Largest difference from PyTorch in fp32, relative: of a step's loss and the norm of its gradient; of latents and of an
 # answer's first logits, by root mean square. bf16 has 8 bits, so that one rounding is up to 0.4 %.
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
+
+SHOWN = {
+    **{
+        "side": ("side",),
+        "variant": ("variant",),
+        "best": ("best",),
+        "s": ("median", ".4f"),
+        "least": ("least", ".4f"),
+    },
+    **{"most": ("most", ".4f"), "first s": ("first_seconds", ".1f"), "peak GB": ("peak_bytes", ".2f", 1e-9)},
+    **{"off fp32": ("off", ".1e"), "": ("why",)},
+}
 
 Told = dict[str, Any]
 
@@ -121,10 +132,14 @@ def table(found: Told) -> str:
         f"check, {check['layers']} layers, fp32: loss {ours['loss']:.6f} and {theirs['loss']:.6f}, "
         f"gradient {ours['grad_norm']:.6f} and {theirs['grad_norm']:.6f}"
     )
-    head = ("side", "variant", "best", "s", "least", "most", "first s", "peak GB", "off fp32", "")
     for name, part in found["parts"].items():
-        rows = [_cells(one, best=one["variant"] == part["best"].get(one["side"])) for one in part["rows"]]
-        lines += ["", name, common.table(head, rows)]
+        rows = [
+            one
+            | {"best": "*" if one["variant"] == part["best"].get(one["side"]) else ""}
+            | {"off": max(one["difference"].values(), default=None)}
+            for one in part["rows"]
+        ]
+        lines += ["", name, common.columns(rows, SHOWN)]
         if "ratio" in part:
             ratios = part["ratio"]
             spread = f"turn by turn {ratios['least']:.2f}..{ratios['most']:.2f}"
@@ -132,10 +147,3 @@ def table(found: Told) -> str:
         else:
             lines.append(f"{name}: no ratio, as one side has nothing that counts")
     return "\n".join(lines)
-
-
-def _cells(one: Told, *, best: bool) -> tuple[str, ...]:
-    seconds = (number(one.get(key), ".4f") for key in ("median", "least", "most"))
-    rest = number(one.get("first_seconds"), ".1f"), number(one.get("peak_bytes"), ".2f", 1e-9)
-    off = number(max(one["difference"].values(), default=None), ".1e")
-    return one["side"], one["variant"], "*" if best else "", *seconds, *rest, off, one["why"]
