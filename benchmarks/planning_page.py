@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(rest)
     environment.prepare_compiler(everywhere=True)  # before anything imports JAX, and it must not be silent twice
     plans = load(args.plans) if args.plans else make(common.load(args.config, assignments))
-    for section in (chosen(plans), candidates(plans), refused(plans), agreement(plans)):
+    for section in (chosen(plans), candidates(plans), agreement(plans)):
         print("\n".join(section), end="\n\n")
     return 0
 
@@ -99,21 +99,6 @@ def _measured(plans: Plans, card: str) -> str:
                 verdict = "**chosen**" if row == one.chosen else "" if row.fits else f"no: {short(row)}"
                 rows.append((str(one.devices) if card else target, *cell[:6], *cell[9:-1], verdict))
     return common.table(("GPUs" if card else "target", *head[:6], *head[9:]), rows)
-
-
-def refused(plans: Plans) -> list[str]:
-    """Returns one line a reason with the candidates that it refused before anything was compiled."""
-    reasons: dict[str, dict[str, list[str]]] = {}
-    for target, one in plans.items():
-        for row in one.candidates:
-            if not row.peak_bytes:
-                named = f"tensor {row.mesh}" if row.strategy == "tensor" and "?" not in row.mesh else row.strategy
-                reasons.setdefault(short(row), {}).setdefault(target, []).append(named)
-    lines = []
-    for reason, by_target in reasons.items():
-        where = [f"{target}: {', '.join(names)}" for target, names in by_target.items()]
-        lines.append(f"- {reason}: {'; '.join(where)}.")
-    return ["### Refused before compiling", "", *lines] if lines else []
 
 
 def agreement(plans: Plans) -> list[str]:
