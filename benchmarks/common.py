@@ -1,6 +1,7 @@
 """What the scripts of this folder share: their flags, their configuration, their tables, their children."""
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -11,18 +12,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lw_jax.core import command_line, config_file
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a child, which begins here
+
+from lw_jax.core import command_line, config_file, environment
 from lw_jax.core.config import Config, build
-from lw_jax.core.errors import UserError
+from lw_jax.core.errors import UserError, leave
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def parser(doc: str | None, argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, dict[str, str], list[str]]:
-    """Returns a parser with --config, the assignments of a command line, and its other words."""
+def parser(
+    doc: str | None, argv: Sequence[str] | None, config: str | None = ""
+) -> tuple[argparse.ArgumentParser, dict[str, str], list[str]]:
+    """Returns a parser with --config, the assignments of a command line, and its other words.
+
+    `config` is the file that is taken where the command line names none; empty: it must name one; None: no --config.
+    """
     assignments, words = command_line.take_assignments(list(sys.argv[1:] if argv is None else argv))
     found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--config", required=True, metavar="FILE", help="--config.key=value goes with it")
+    if config is not None:
+        about = "--config.key=value goes with it" + (f" (default: {config})" if config else "")
+        found.add_argument("--config", default=config, required=not config, metavar="FILE", help=about)
     return found, assignments, words
 
 
@@ -44,8 +54,8 @@ def numbers(text: str) -> tuple[int, ...]:
     return found
 
 
-def number(value: float | None, form: str, scale: float = 1) -> str:
-    """Returns a number, or "-" where there is none."""
+def number(value: Any, form: str = "", scale: float = 1) -> str:
+    """Returns a number, or a word as it is; "-" where there is none."""
     return "-" if value is None else format(value * scale, form)
 
 
@@ -63,19 +73,30 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([f"| {shown[0]} |", f"|{rule}|", *(f"| {line} |" for line in shown[1:])])
 
 
-def child(
-    words: Sequence[str], *, seconds: float | None = None, environment: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Returns what a script says in its last line, JSON; raises UserError where it fails.
+def columns(rows: Iterable[Mapping[str, Any]], shown: Mapping[str, tuple[Any, ...]]) -> str:
+    """Returns a table of rows; `shown` has for each heading the key, and the format and factor of its numbers."""
+    return table(list(shown), [[number(row.get(key), *form) for key, *form in shown.values()] for row in rows])
 
-    With `seconds` it is stopped after so many, and what it writes to stderr is kept back but for the error's own line.
+
+def say(doing: str) -> None:
+    print(f"{doing} ...", file=sys.stderr, flush=True)
+
+
+def apart(
+    place: str, *, seconds: float | None = None, env: Mapping[str, str] | None = None, **words: Any
+) -> dict[str, Any]:
+    """Returns what a function of this folder ("scaling.measure") returns in a process of its own.
+
+    A device's peak memory cannot be set back, and a process that ends gives all of its memory back. `words` and what
+    is returned pass as JSON. With `seconds` the process is stopped after so many, and what it writes to stderr is
+    kept back but for the error's own line. Raises UserError where it fails.
     """
     begun = subprocess.Popen(
-        [sys.executable, *words],
+        [sys.executable, __file__, place, json.dumps(words)],
         stdout=subprocess.PIPE,
         stderr=None if seconds is None else subprocess.PIPE,
         text=True,
-        env=environment,
+        env=env,
         start_new_session=True,  # torch.compile starts processes of its own, which must end with it
     )
     try:
@@ -89,7 +110,7 @@ def child(
     if not begun.returncode:
         return json.loads(told.splitlines()[-1])
     if errors is None:
-        raise UserError(f"{' '.join(words)}: ended with code {begun.returncode}; its error is above")
+        raise UserError(f"{place} {words}: ended with code {begun.returncode}; its error is above")
     raise UserError(f"failed with code {begun.returncode}: {_reason(errors)}")
 
 
@@ -98,3 +119,20 @@ def _reason(errors: str) -> str:
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"error:|[\w.]*(Error|Exception|Failed)\b", line)]
     return (named or lines or ["no word"])[-1][:200]
+
+
+def main() -> int:
+    """Is the child: calls the function that the first word names with the JSON of the second."""
+    place, words = sys.argv[1:]
+    script, _, function = place.partition(".")
+    if not script.startswith("torch"):  # those know no JAX
+        environment.leave_out_torch()
+        environment.reserve_memory()
+        environment.hide_idle_cuda()
+    found = importlib.import_module(f"benchmarks.{script}")
+    print(json.dumps(getattr(found, function)(**json.loads(words))))
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main)

@@ -7,7 +7,6 @@ Cases run one after the other, each in processes of its own, the most wanted fir
 --minutes is left out and said to be. A case that fails is told with its code, and the others still run (code 1).
 """
 
-import argparse
 import dataclasses
 import json
 import subprocess
@@ -26,58 +25,63 @@ WIRE = "mesh.placement=single eval.batch=64 eval.max_new_tokens=32 "
 WIRE += "encoder.window=128 data.question_tokens=16 data.answer_tokens=32"
 # Two readers in bf16 fill most of a card: the rest is for one batch of 64 that keeps everything for its backward pass.
 KEPT = f"{WIRE} train.global_batch=64 train.micro_batch=64 compute.remat=none"
-TINY = "data.question_tokens=16 train.global_batch=4 eval.batch=2 eval.max_new_tokens=3"
-FULL = "compute.remat=full"
-RECOMPUTED = f"{WIRE} {FULL} train.global_batch=256 train.micro_batch=256"
+RECOMPUTED = f"{WIRE} train.global_batch=256 train.micro_batch=256"
 W8A8 = "llms.llama.weights=w8a8 llms.qwen.weights=w8a8"
-TINY_DPO = "dpo.max_length=32 train.global_batch=2"
+# Configuration -> that of the small run, with its sizes.
+SMALL = {
+    "large.py": ("smoke.py", "data.question_tokens=16 train.global_batch=4 eval.batch=2 eval.max_new_tokens=3"),
+    "ttt/ttt_125m.py": ("ttt/ttt_smoke.py", ""),
+    "dpo/llama3.py": ("dpo/smollm2.py", "dpo.max_length=32 train.global_batch=2"),
+    "default.py": ("default.py", ""),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One measurement: the script or verb, its configuration and values, and the same for the small run."""
+    """One measurement: the script or verb, its configuration, sizes, and other values, which the small run has too."""
 
     name: str
     script: str  # "bench" | "peer" | "load"
     config: str
-    values: str
-    small_config: str
-    small_values: str
+    sizes: str
+    values: str = ""
     words: str = "--parts step"
+
+    def of(self, *, small: bool) -> tuple[str, dict[str, str]]:
+        """Returns the configuration's file and the values beside it."""
+        config, sizes = SMALL[self.config] if small else (self.config, self.sizes)
+        return config, dict(word.split("=", 1) for word in f"{sizes} {self.values}".split())
 
 
 CASES = (
-    Case("wire step, kept", "bench", "large.py", KEPT, "smoke.py", TINY),
-    Case("wire step, w8a8", "bench", "large.py", f"{KEPT} {W8A8}", "smoke.py", f"{TINY} {W8A8}"),
-    Case("wire step, peer", "peer", "large.py", KEPT, "smoke.py", TINY),
-    Case("answers", "bench", "large.py", WIRE, "smoke.py", TINY, "--parts encode,answer"),
-    Case(
-        "answers, unstacked", "bench", "large.py", f"{WIRE} eval.layers=unstacked", "smoke.py", TINY, "--parts answer"
-    ),
-    Case("wire step, recomputed", "bench", "large.py", RECOMPUTED, "smoke.py", f"{TINY} {FULL}"),
-    Case("TTT step", "bench", "ttt/ttt_125m.py", "train.global_batch=256", "ttt/ttt_smoke.py", ""),
-    Case("DPO step", "bench", "dpo/llama3.py", "train.global_batch=4", "dpo/smollm2.py", TINY_DPO),
-    Case(
-        "load", "load", "default.py", "llms.llama.weights=bf16", "default.py", "llms.llama.weights=bf16", "--parts load"
-    ),
+    Case("wire step, kept", "bench", "large.py", KEPT),
+    Case("wire step, w8a8", "bench", "large.py", KEPT, W8A8),
+    Case("wire step, peer", "peer", "large.py", KEPT),
+    Case("answers", "bench", "large.py", WIRE, words="--parts encode,answer"),
+    Case("answers, unstacked", "bench", "large.py", WIRE, "eval.layers=unstacked", "--parts answer"),
+    Case("wire step, recomputed", "bench", "large.py", RECOMPUTED, "compute.remat=full"),
+    Case("TTT step", "bench", "ttt/ttt_125m.py", "train.global_batch=256"),
+    Case("DPO step", "bench", "dpo/llama3.py", "train.global_batch=4"),
+    Case("load", "load", "default.py", "", "llms.llama.weights=bf16", "--parts load"),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser, _, rest = common.parser(__doc__, argv, None)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--small", action="store_true", help="tiny models: that nothing rots")
     parser.add_argument("--minutes", type=float, default=7.5, help="no case begins after so many (default: 7.5)")
     parser.add_argument("--cases", default="", metavar="NAME;NAME", help="some alone, as CASES names them")
-    args = parser.parse_args(argv)
-    wanted = [case for case in CASES if not args.cases or case.name in args.cases.split(";")]
+    args = parser.parse_args(rest)
     started, found = time.monotonic(), {}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    for case in wanted:
+    for case in CASES:
+        if args.cases and case.name not in args.cases.split(";"):
+            continue
         if time.monotonic() - started > 60 * args.minutes:
             found[case.name] = {"left_out": f"it would have begun after {args.minutes} minutes"}
         else:
-            print(f"{case.name} ...", file=sys.stderr, flush=True)
+            common.say(case.name)
             found[case.name] = run(case, small=args.small)
         args.out.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     return int(any("code" in one for one in found.values()))
@@ -85,22 +89,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(case: Case, *, small: bool) -> dict[str, Any]:
     """Returns what a case's command wrote, with the command and its seconds."""
-    config, values = (case.small_config, case.small_values) if small else (case.config, case.values)
-    own = ["--config", f"configs/{config}", *common.flags(dict(value.split("=", 1) for value in values.split()))]
+    config, values = case.of(small=small)
+    own = ["--config", f"configs/{config}", *common.flags(values)]
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        if case.script == "peer":
-            steps = ["--rounds", "1" if small else "2", "--steps", "1" if small else "5"]
-            command = ["benchmarks/peer.py", *own, *steps, "--json", str(place / "bench.json")]
-        else:
-            if case.script == "load":
-                source = write_model(place / "model", small=small)
-                own += [f"--config.llms.llama.source={source}", "--config.llms.llama.sha256="]
-            command = ["run.py", "bench", *own, *case.words.split(), "--workdir", folder]
+        file, turns = Path(folder) / "bench.json", "--rounds 1 --steps 1" if small else "--rounds 2 --steps 5"
+        if case.script == "load":
+            source = write_model(Path(folder) / "model", small=small)
+            own += common.flags({"llms.llama.source": source, "llms.llama.sha256": ""})
+        command = (
+            ["benchmarks/peer.py", *own, *turns.split(), "--json", str(file)]
+            if case.script == "peer"
+            else ["run.py", "bench", *own, *case.words.split(), "--workdir", folder]
+        )
         begun = time.monotonic()
         code = subprocess.run([sys.executable, *command], cwd=common.ROOT, stdout=sys.stderr, check=False).returncode
         told = {"command": " ".join(command), "whole_seconds": round(time.monotonic() - begun, 1)}
-        return told | ({"code": code} if code else json.loads((place / "bench.json").read_text("utf-8")))
+        return told | ({"code": code} if code else json.loads(file.read_text("utf-8")))
 
 
 def write_model(folder: Path, *, small: bool) -> Path:

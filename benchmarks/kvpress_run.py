@@ -68,15 +68,13 @@ def answer(model: Any, press: Any, question: dict[str, list[int]], case: dict[st
                 press.prefix_length = ids["before"].shape[1]
     if case["device"] == "cuda":
         torch.cuda.synchronize()
-    seconds, held, sizes = (
-        time.perf_counter() - started,
-        left(model, cache),
-        [one.keys.shape[2] for one in cache.layers],
-    )
+    seconds, sizes = time.perf_counter() - started, [one.keys.shape[2] for one in cache.layers]
+    held = left(model, cache)
     behind = torch.cat([ids["after"], ids["answer"]], dim=1)
     logits = forward(model, cache, behind, length)[0, ids["after"].shape[1] - 1 : -1]
     nats = torch.nn.functional.cross_entropy(logits.float(), ids["answer"][0], reduction="sum")
-    cut(cache, sizes)
+    for layer, size in zip(cache.layers, sizes, strict=True):  # without question and answer
+        layer.keys, layer.values = layer.keys[:, :, :size], layer.values[:, :, :size]
     row = {"write_seconds": seconds, "nll": float(nats), "tokens": len(question["answer"]), **held}
     return row | {"ids": generate(model, cache, ids["after"], length, case)}
 
@@ -96,11 +94,6 @@ def forward(model: Any, cache: Any, ids: Any, place: int) -> Any:
     """Returns logits of tokens at positions from `place` on: behind the text, whatever is left of it."""
     positions = torch.arange(place, place + ids.shape[1], device=ids.device)[None]
     return model(input_ids=ids, past_key_values=cache, position_ids=positions).logits
-
-
-def cut(cache: Any, sizes: list[int]) -> None:
-    for layer, size in zip(cache.layers, sizes, strict=True):
-        layer.keys, layer.values = layer.keys[:, :, :size], layer.values[:, :, :size]
 
 
 def left(model: Any, cache: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@
 The other side is benchmarks/torch_wire.py (transformers, SDPA, soft prefix by inputs_embeds) for a wire and
 benchmarks/torch_dpo.py (TRL's own trainer) for preference tuning. Parts: a training step; `encode`, a batch's texts to
 latents; `answer`, a batch of answers by transformers' own generate. First both sides compute every part of one ragged
-batch in fp32, with equal weights and every model cut to --check-layers; they must agree to 1e-3, else code 1.
+batch in fp32, with equal weights and every model cut to two layers; they must agree to 1e-3, else code 1.
 
 With --precision own (the default) each side then takes the configuration's own precision, in --rounds turns. With
 --precision best each side is timed in every way it has (fp32, bf16, frozen models stored in bf16, through
@@ -15,7 +15,6 @@ goes on to the rounds. Each turn is a process of its own with random weights at 
 GPU where there is one. Needs requirements-dev.txt; fetches nothing.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -28,14 +27,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common, variants
-from benchmarks.peer_ours import OTHERS, settle
-from benchmarks.variants import Variant
+from benchmarks.variants import Entry, Told, Variant
+from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError, leave
 
+OTHERS = {"latentwire": "torch_wire", "dpo": "torch_dpo"}
 PARTS = {"latentwire": ("step", "encode", "answer"), "dpo": ("step",)}
 MORE = {"step": 1, "encode": 4, "answer": 1}  # timed calls for each of --steps: a batch of texts is encoded in no time
-
-Told = dict[str, Any]
+# Precision -> the configuration's arithmetic and its readers' weights; "own" is as the configuration says.
+PRECISIONS = {"fp32": ("fp32", "fp32"), "bf16": ("bf16", "bf16"), "w8a8": ("bf16", "w8a8")}
+LAYERS = 2  # of each model in a check
+LIMIT = 300  # seconds of a turn, compiling included
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,55 +46,67 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", metavar="A,B", help="step, encode, answer (default: step; with best all there are)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side (default: 3)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a turn (default: 5)")
-    parser.add_argument("--check-layers", type=int, default=2, help="of each model in the check (default: 2)")
-    parser.add_argument("--limit", type=float, default=300, help="seconds of a turn, compiling included (default: 300)")
-    parser.add_argument("--compile", action="store_true", help="with own: the other side through torch.compile")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also written here")
     args = parser.parse_args(rest)
-    cfg = settle(args.config, assignments)
-    parts = args.parts.split(",") if args.parts else PARTS[cfg.recipe][: None if args.precision == "best" else 1]
+    cfg, best = settle(args.config, assignments), args.precision == "best"
+    parts = args.parts.split(",") if args.parts else PARTS[cfg.recipe][: None if best else 1]
     if unknown := [part for part in parts if part not in PARTS[cfg.recipe]]:
         raise UserError(f"--parts {unknown[0]}: recipe {cfg.recipe!r} has {', '.join(PARTS[cfg.recipe])}; name some")
+
+    def every(part: str) -> list[Variant]:
+        own = [Variant(side, "own", "as configured") for side in ("ours", "theirs")]
+        return variants.of_part(part, cfg.recipe) if best else own
+
     with tempfile.TemporaryDirectory() as folder:
-        sides = Sides(args, assignments, cfg.recipe, Path(folder))
-        found: Told = {"config": args.config, "assignments": dict(assignments), "precision": args.precision}
+        sides = Sides(cfg.recipe, {"config": args.config, "assignments": assignments, "case": folder})
+        found: Told = {"config": args.config, "assignments": assignments, "precision": args.precision}
         found |= {"recipe": cfg.recipe, "batch": cfg.train.global_batch, "remat": cfg.compute.remat} | sides.machine
         ours, theirs = (sides.check(one, parts[0]) for one in (variants.OURS[0], variants.FP32))
-        found["check"] = {"ours": ours, "theirs": theirs, "layers": args.check_layers}
+        found["check"] = {"ours": ours, "theirs": theirs, "layers": LAYERS}
         off = {part: variants.differences(part, ours, theirs) for part in {"step": 0} | dict.fromkeys(parts)}
         found["check"]["difference"] = off
         if any(variants.refusal(one, variants.TOLERANCE["fp32"]) for one in off.values()):
             print(json.dumps(found, indent=2))
             print("error: the two sides do not compute the same; nothing is timed", file=sys.stderr)
             return 1
-        found["parts"] = {part: compare(sides, part, choices(part, cfg.recipe, args)) for part in parts}
-    best = {part: one["ratio"]["median"] for part, one in found["parts"].items() if "ratio" in one}
-    found["theirs_over_ours_best"] = best
+        found["parts"] = {part: compare(sides, part, every(part), args.rounds, args.steps) for part in parts}
+    ratios = {part: one["ratio"]["median"] for part, one in found["parts"].items() if "ratio" in one}
+    found["theirs_over_ours_best"] = ratios
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
     print(variants.table(found))
     return 0
 
 
-def choices(part: str, recipe: str, args: argparse.Namespace) -> list[Variant]:
-    if args.precision == "best":
-        return variants.of_part(part, recipe)
-    return [Variant("ours", "own", "as configured"), Variant("theirs", "own", "as configured", compiled=args.compile)]
+def settle(config: str, assignments: Mapping[str, str], precision: str = "own") -> Config:
+    """Returns the configuration as the other side can follow it: one device, nothing automatic, steps by AdamW."""
+    cfg = common.load(config, assignments)
+    if cfg.recipe not in OTHERS:
+        raise UserError(f"--config {config}: recipe {cfg.recipe!r} has no peer here; {', '.join(OTHERS)} have")
+    if cfg.recipe == "latentwire" and (cfg.encoder.kind, cfg.encoder.pooling) != ("lm", "windows"):
+        raise UserError("config.encoder: the peer has a pretrained decoder body and window pooling; take those")
+    if cfg.data.packed_tokens:
+        raise UserError(
+            f"config.data.packed_tokens = {cfg.data.packed_tokens}: the peer reads one question a row; set it to 0"
+        )
+    remat = "none" if cfg.compute.remat == "auto" else cfg.compute.remat
+    train = dataclasses.replace(cfg.train, micro_batch=0)
+    compute, optim = dataclasses.replace(cfg.compute, remat=remat), dataclasses.replace(cfg.optim, kind="adamw")
+    cfg = dataclasses.replace(cfg, train=train, compute=compute, optim=optim)
+    if precision == "own":
+        return cfg
+    dtype, stored = PRECISIONS[precision]
+    llms = {name: dataclasses.replace(llm, weights=stored) for name, llm in cfg.llms.items()}
+    return dataclasses.replace(cfg, llms=llms, compute=dataclasses.replace(cfg.compute, dtype=dtype))
 
 
 class Sides:
     """The children of both sides over one case."""
 
-    def __init__(self, args: argparse.Namespace, assignments: Mapping[str, str], recipe: str, folder: Path):
-        self.args, self.folder = args, folder
-        self.environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}  # first compiled here
-        spec = ["--config", args.config, *common.flags(assignments), "--case", str(folder)]
-        self.words = {
-            "ours": [str(common.ROOT / "benchmarks" / "peer_ours.py"), *spec],
-            "theirs": [str(common.ROOT / "benchmarks" / OTHERS[recipe])],
-        }
-        write = ["--do", "write", "--layers", str(args.check_layers)]
-        self.machine: Told = common.child([*self.words["ours"], *write])
+    def __init__(self, recipe: str, spec: dict[str, Any]):
+        self.spec, self.other = spec, f"{OTHERS[recipe]}.run"
+        self.env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{spec['case']}/inductor"}  # first compiled here
+        self.machine = common.apart("peer_ours.write", **spec)
         self._checked: dict[tuple[Variant, str], Told] = {}
 
     def check(self, variant: Variant, part: str) -> Told:
@@ -102,38 +116,22 @@ class Sides:
         """
         which = part if variant.compiled else "all"
         if (variant, which) not in self._checked:
-            file = self.folder / f"checked-{len(self._checked)}.npz"
-            own = ["--part", which, "--precision", variant.precision]
-            if variant.side == "ours":
-                own += ["--do", "check", "--out", str(file), "--layers", str(self.args.check_layers)]
-            else:
-                own = [str(self.folder / "check"), *own, "--check", str(file)]
-            self._checked[variant, which] = self._run(variant, own) | {"file": str(file)}
+            file = f"{self.spec['case']}/checked-{len(self._checked)}.npz"
+            self._checked[variant, which] = self._run(variant, "check", part=which, check=file) | {"file": file}
         return self._checked[variant, which]
 
     def turn(self, variant: Variant, part: str, *, warmup: int, steps: int) -> Told:
-        own = ["--part", part, "--precision", variant.precision, "--warmup", str(warmup), "--steps", str(steps)]
-        own = ["--do", "time", *own] if variant.side == "ours" else [str(self.folder / "full"), *own]
-        return self._run(variant, own)
+        return self._run(variant, "time", part=part, warmup=warmup, steps=steps)
 
-    def _run(self, variant: Variant, own: Sequence[str]) -> Told:
-        words = [*self.words[variant.side], *own]
-        if variant.side == "theirs":
-            words += ["--device", self.machine["device"], *(["--compile"] if variant.compiled else [])]
-        return common.child(words, seconds=self.args.limit, environment=self.environment)
-
-
-@dataclasses.dataclass
-class Entry:
-    """What is known of a variant: its turns, how far it is from PyTorch in fp32, why it has no turn or cannot count."""
-
-    variant: Variant
-    turns: list[Told] = dataclasses.field(default_factory=list)
-    off: dict[str, float] = dataclasses.field(default_factory=dict)
-    why: str = ""
+    def _run(self, variant: Variant, doing: str, **words: Any) -> Told:
+        words |= {"precision": variant.precision, "seconds": LIMIT, "env": self.env}
+        if variant.side == "ours":
+            return common.apart(f"peer_ours.{doing}", **self.spec, **words)
+        own = {"case": self.spec["case"], "device": self.machine["device"], "compiled": variant.compiled}
+        return common.apart(self.other, **own, **words)
 
 
-def compare(sides: Sides, part: str, every: Sequence[Variant]) -> Told:
+def compare(sides: Sides, part: str, every: Sequence[Variant], rounds: int, steps: int) -> Told:
     """Times all variants of a part once and the best of each side in all rounds; returns rows and ratio."""
     entries, best = [Entry(one) for one in every], {}
     for side in ("ours", "theirs"):
@@ -142,16 +140,14 @@ def compare(sides: Sides, part: str, every: Sequence[Variant]) -> Told:
         best |= {side: chosen} if chosen else {}
     found: Told = {"best": {side: one.variant.name for side, one in best.items()}}
     if len(best) == 2:
-        rounds: dict[str, list[Told]] = {side: [] for side in best}
-        for number in range(sides.args.rounds):
-            print(f"{part}: round {number + 1} of {sides.args.rounds} ...", file=sys.stderr, flush=True)
-            for side, one in best.items():
-                steps = MORE[part] * sides.args.steps
-                rounds[side].append(sides.turn(one.variant, part, warmup=2, steps=steps))
-        for side, one in best.items():
-            one.turns = rounds[side]
-        found["ratio"] = variants.ratio(rounds)
-    return found | {"rows": [variants.row(one.variant, one.turns, why=one.why, off=one.off) for one in entries]}
+        for one in best.values():
+            one.turns = []
+        for number in range(rounds):
+            common.say(f"{part}: round {number + 1} of {rounds}")
+            for one in best.values():
+                one.turns.append(sides.turn(one.variant, part, warmup=2, steps=MORE[part] * steps))
+        found["ratio"] = variants.ratio({side: one.turns for side, one in best.items()})
+    return found | {"rows": [one.row() for one in entries]}
 
 
 def fastest(sides: Sides, part: str, entries: Sequence[Entry]) -> Entry | None:
@@ -160,7 +156,7 @@ def fastest(sides: Sides, part: str, entries: Sequence[Entry]) -> Entry | None:
     What torch.compile made is checked only where it may be that one.
     """
     for entry in entries:
-        print(f"{part}: {entry.variant.side}, {entry.variant.name} ...", file=sys.stderr, flush=True)
+        common.say(f"{part}: {entry.variant.side}, {entry.variant.name}")
         try:
             entry.turns = [sides.turn(entry.variant, part, warmup=1, steps=2 * MORE[part])]
         except UserError as error:

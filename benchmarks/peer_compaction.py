@@ -11,6 +11,7 @@ for each press and ratio, with the share of the text's gain in nats. Presses sho
 
 import argparse
 import collections
+import itertools
 import json
 import statistics
 import subprocess
@@ -25,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common
 from lw_jax.core import environment
-from lw_jax.core.command_line import take_assignments
 from lw_jax.core.errors import UserError, leave
 from lw_jax.core.precision import DTYPES
 
@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser, assignments, rest = common.parser(__doc__, argv, None)
     parser.add_argument("--workdir", required=True, help="a run or an exported wire of encoder.kind='cache'")
     parser.add_argument("--reader", required=True)
     parser.add_argument("--python", required=True, help="of an environment with kvpress")
@@ -43,30 +43,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--questions", type=int, default=64)
     parser.add_argument("--presses", default=PRESSES)
     parser.add_argument("--out", type=Path, required=True)
-    assignments, words = take_assignments(sys.argv[1:] if argv is None else argv)
-    args = parser.parse_args(words)
+    args = parser.parse_args(rest)
     environment.hide_idle_cuda()
-    wire = open_wire(args.workdir, assignments)
-    cases = questions_of(wire, args.reader, args.questions)
+    import lw_jax
+    from lw_jax.evals import answers
+    from lw_jax.inference.coded_wire import CodedWire
+
+    wire: Any = lw_jax.load_wire(args.workdir, config=assignments)
+    if not isinstance(wire, CodedWire):
+        raise UserError(f"--workdir {args.workdir}: a wire of trained latents; name one of encoder.kind='cache'")
+    cases, decode = questions_of(wire, args.reader, args.questions), wire.recipe.tokenizers[args.reader].decode
     args.out.parent.mkdir(parents=True, exist_ok=True)
     found: list[Row] = []
     with args.out.open("w", encoding="utf-8") as file:
-        for row in _both(wire, args, cases):
+        for row in itertools.chain(_ours(wire, args, cases), _theirs(wire, args, cases)):
+            if "error" not in row:
+                told = answers.first_line(decode(row.pop("ids")))
+                row |= {"answer": told, "f1": answers.f1(told, cases[row["question"]]["example"].answers)}
             file.write(json.dumps(row) + "\n")
             file.flush()
             found.append(row)
     print(summarise(found))
     return 0
-
-
-def open_wire(workdir: str, assignments: dict[str, str]) -> Any:
-    import lw_jax
-    from lw_jax.inference.coded_wire import CodedWire
-
-    wire = lw_jax.load_wire(workdir, config=assignments)
-    if not isinstance(wire, CodedWire):
-        raise UserError(f"--workdir {workdir}: a wire of trained latents; name one of encoder.kind='cache'")
-    return wire
 
 
 def questions_of(wire: Any, reader: str, count: int) -> list[Row]:
@@ -83,24 +81,6 @@ def questions_of(wire: Any, reader: str, count: int) -> list[Row]:
         host = wire._put(encoded.collate([index])["readers"][reader], wire.functions.mesh_of(reader))
         found.append({"example": encoded.examples[index], "ids": ids, "fields": {key: host[key] for key in ANSWER}})
     return found
-
-
-def _both(wire: Any, args: argparse.Namespace, cases: list[Row]) -> Iterator[Row]:
-    """Yields the rows of both sides, ours first."""
-    from lw_jax.evals import answers
-
-    decode = wire.recipe.tokenizers[args.reader].decode
-
-    def judged(row: Row) -> Row:
-        if "error" in row:
-            return row
-        told = answers.first_line(decode(row.pop("ids")))
-        return row | {"answer": told, "f1": answers.f1(told, cases[row["question"]]["example"].answers)}
-
-    for row in _ours(wire, args, cases):
-        yield judged(row)
-    for row in _theirs(wire, args, cases):
-        yield judged(row)
 
 
 def _ours(wire: Any, args: argparse.Namespace, cases: list[Row]) -> Iterator[Row]:
@@ -177,18 +157,15 @@ def summarise(rows: Sequence[Row]) -> str:
         groups[row["press"], row["ratio"]].append(row)
     nothing, text = (_nats(groups[name, 1]) for name in ("nothing", "text"))
     head = ("press", "of", "F1", "nats", "gain", "write, s", "positions", "kept MB", "held MB", "")
-    cells = []
+    cells, keys = [], ("f1", "write_seconds", "positions", "kept_bytes", "held_bytes")
     for (press, ratio), own in groups.items():
         if errors := [one["error"] for one in own if "error" in one]:
             cells.append((press, str(ratio), *[""] * 7, f"{len(errors)} of {len(own)} failed: {errors[0]}"))
             continue
-        means = {
-            key: statistics.mean(one[key] for one in own)
-            for key in ("f1", "write_seconds", "positions", "kept_bytes", "held_bytes")
-        }
-        figures = (means["f1"], _nats(own), (nothing - _nats(own)) / (nothing - text), means["write_seconds"])
-        sizes = (f"{means[key] / 1e6:.2f}" for key in ("kept_bytes", "held_bytes"))
-        cells.append((press, str(ratio), *(f"{one:.3f}" for one in figures), f"{means['positions']:.1f}", *sizes, ""))
+        f1, seconds, positions, kept, held = (statistics.mean(one[key] for one in own) for key in keys)
+        figures = (f"{one:.3f}" for one in (f1, _nats(own), (nothing - _nats(own)) / (nothing - text), seconds))
+        sizes = (f"{size / 1e6:.2f}" for size in (kept, held))
+        cells.append((press, str(ratio), *figures, f"{positions:.1f}", *sizes, ""))
     return common.table(head, cells)
 
 

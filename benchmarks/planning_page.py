@@ -1,16 +1,17 @@
 """Prints the tables of docs/planning.md from plans: every strategy on every card. The page's prose is written by hand.
 
-python -m benchmarks.planning_page                   # makes the plans (cached), minutes each
-python -m benchmarks.planning_page --plans FOLDER    # reads FOLDER/TARGET.json, of `plan --json`
+python benchmarks/planning_page.py                   # makes the plans (cached), minutes each
+python benchmarks/planning_page.py --plans FOLDER    # reads FOLDER/TARGET.json, of `plan --json`
 """
 
-import argparse
 import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common
 from benchmarks.common import number
@@ -29,37 +30,25 @@ TARGETS = (*(f"{card}x{count}" for card, counts in COUNTS.items() for count in c
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="configs/large.py", help="what is planned (default: configs/large.py)")
+    parser, assignments, rest = common.parser(__doc__, argv, "configs/large.py")
     parser.add_argument("--plans", type=Path, metavar="FOLDER", help="take TARGET.json of there instead of planning")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(rest)
     environment.prepare_compiler(everywhere=True)  # before anything imports JAX, and it must not be silent twice
-    cfg = common.load(args.config, {})
-    plans = load(args.plans, cfg) if args.plans else make(cfg)
-    for section in (chosen(plans), candidates(plans), refused(plans), agreement(plans)):
+    plans = load(args.plans) if args.plans else make(common.load(args.config, assignments))
+    for section in (chosen(plans), candidates(plans), agreement(plans)):
         print("\n".join(section), end="\n\n")
     return 0
 
 
-def load(folder: Path, cfg: Config) -> Plans:
-    """Returns the plans of a folder by target, in the page's order.
-
-    Raises:
-        UserError: a file is no plan or one of another configuration, or none is there.
-    """
+def load(folder: Path) -> Plans:
+    """Returns the plans of a folder by target, in the page's order; raises UserError for a file that is none."""
     from lw_jax.planning.plans import StepPlan
 
-    found: dict[str, StepPlan] = {}
-    for file in sorted(folder.glob("*.json")):
-        one = schema.read(file, StepPlan, remedy="make it again with `python run.py plan --json`")
-        if (one.global_batch, one.steps) != (cfg.train.global_batch, cfg.train.steps):
-            had = f"train.global_batch={one.global_batch}, train.steps={one.steps}"
-            raise UserError(f"{file}: planned for {had}, the configuration has others; plan it again")
-        found[one.target] = one
+    remedy = "make it again with `python run.py plan --json`"
+    found = {one.target: one for one in (schema.read(file, StepPlan, remedy=remedy) for file in folder.glob("*.json"))}
     if not found:
         raise UserError(f"{folder}: holds no plan; write TARGET.json there with `python run.py plan --json`")
-    order = [*TARGETS, *found]
-    return dict(sorted(found.items(), key=lambda item: order.index(item[0])))
+    return {target: found[target] for target in [*TARGETS, *sorted(found.keys() - set(TARGETS))] if target in found}
 
 
 def make(cfg: Config) -> Plans:
@@ -68,22 +57,23 @@ def make(cfg: Config) -> Plans:
 
     plans = {}
     for target in TARGETS:
-        print(f"planning {target}; minutes, the first time", file=sys.stderr, flush=True)
+        common.say(f"planning {target}; minutes, the first time")
         plans[target] = planner.make(cfg, target)
     return plans
 
 
 def chosen(plans: Plans) -> list[str]:
+    from lw_jax.planning import plan_tables
+
     head = ("target", "strategy", "mesh", "remat", "batch", "peak GB", "limit GB", "s/step", "samples/s", "hours")
     rows = []
     for target, one in plans.items():
-        best, limit, took = one.chosen, number(one.limit_bytes / 1e9, ".1f"), number(one.plan_seconds, ".0f")
-        if best is None:
+        limit, took = number(one.limit_bytes, ".1f", 1e-9), number(one.plan_seconds, ".0f")
+        if one.chosen is None:
             rows.append((target, "nothing fits", "", "", "", "", limit, "", "", "", took))
             continue
-        speed = number(best.step_seconds, ".2f"), number(best.samples_per_second, ".1f"), number(best.hours, ".2f")
-        peak = number(best.peak_bytes / 1e9, ".1f")
-        rows.append((target, best.strategy, best.mesh, best.remat, batch(best), peak, limit, *speed, took))
+        _, best = plan_tables.candidates([one.chosen])
+        rows.append((target, *best[:5], limit, best[11], best[13], number(one.chosen.hours, ".2f"), took))
     return ["## What is chosen", "", common.table((*head, "plan took s"), rows)]
 
 
@@ -91,57 +81,24 @@ def candidates(plans: Plans) -> list[str]:
     """Returns every candidate of every card, compiled beside the estimate."""
     lines = ["## Every candidate, compiled beside arithmetic"]
     for card, title in (CARDS | {"": "Others"}).items():
-        own = {target: one for target, one in plans.items() if target.rpartition("x")[0] == card}
-        if not card:
-            own = {target: one for target, one in plans.items() if target.rpartition("x")[0] not in CARDS}
+        cards = {target: target.rpartition("x")[0] for target in plans}
+        own = {target: plans[target] for target, known in cards.items() if card == (known if known in CARDS else "")}
         if own:
             lines += ["", f"### {title}", "", _measured(own, card)]
     return lines
 
 
 def _measured(plans: Plans, card: str) -> str:
-    head = ("GPUs" if card else "target", "strategy", "mesh", "remat", "batch", "peak GB", "est.", "TFLOP", "est.")
-    head += ("GB sent", "s/step", "est.", "samples/s", "")
-    alone = plans[f"{card}x1"].candidates if f"{card}x1" in plans else ()
-    rows = [
-        (str(one.devices) if card else target, *_candidate(row, one.chosen))
-        for target, one in plans.items()
-        for row in one.candidates
-        if row.peak_bytes and (one.devices == 1 or row == one.chosen or row not in alone)
-    ]
-    return common.table(head, rows)
+    from lw_jax.planning import plan_tables
 
-
-def _candidate(row: "StepCandidate", best: "StepCandidate | None") -> tuple[str, ...]:
-    verdict = "**chosen**" if row == best else ("" if row.fits else f"no: {short(row)}")
-    return (
-        *(row.strategy, row.mesh, row.remat, batch(row)),
-        *(number(row.peak_bytes / 1e9, ".1f"), _beside(row, "peak_bytes", 1e9, 1)),
-        *(number(row.flops / 1e12 if row.flops else None, ".0f"), _beside(row, "flops", 1e12, 0)),
-        number(row.collective_bytes / 1e9 if row.flops else None, ".1f"),
-        *(number(row.step_seconds, ".2f"), _beside(row, "step_seconds", 1, 2)),
-        *(number(row.samples_per_second, ".1f"), verdict),
-    )
-
-
-def _beside(row: "StepCandidate", key: str, unit: float, digits: int) -> str:
-    guess, compiled = getattr(row.estimate, key, None), getattr(row, key)
-    return f"{guess / unit:.{digits}f} ({guess / compiled - 1:+.0%})" if guess is not None and compiled else "-"
-
-
-def refused(plans: Plans) -> list[str]:
-    """Returns one line a reason with the candidates that it refused before anything was compiled."""
-    reasons: dict[str, dict[str, list[str]]] = {}
+    alone, rows, head = plans[f"{card}x1"].candidates if f"{card}x1" in plans else (), [], ()
     for target, one in plans.items():
-        for row in one.candidates:
-            if not row.peak_bytes:
-                named = f"tensor {row.mesh}" if row.strategy == "tensor" and "?" not in row.mesh else row.strategy
-                reasons.setdefault(short(row), {}).setdefault(target, []).append(named)
-    lines = []
-    for reason, by_target in reasons.items():
-        where = [f"{target}: {', '.join(names)}" for target, names in by_target.items()]
-        lines.append(f"- {reason}: {'; '.join(where)}.")
-    return ["### Refused before compiling", "", *lines] if lines else []
+        head, *cells = plan_tables.candidates(one.candidates)
+        for row, cell in zip(one.candidates, cells, strict=True):
+            if row.peak_bytes and (one.devices == 1 or row == one.chosen or row not in alone):
+                verdict = "**chosen**" if row == one.chosen else "" if row.fits else f"no: {short(row)}"
+                rows.append((str(one.devices) if card else target, *cell[:6], *cell[9:-1], verdict))
+    return common.table(("GPUs" if card else "target", *head[:6], *head[9:]), rows)
 
 
 def agreement(plans: Plans) -> list[str]:
@@ -157,10 +114,6 @@ def agreement(plans: Plans) -> list[str]:
 def _spread(rows: "Sequence[StepCandidate]", key: str) -> str:
     off = [getattr(row.estimate, key) / getattr(row, key) - 1 for row in rows if row.estimate and getattr(row, key)]
     return f"{statistics.median(off):+.0%} ({min(off):+.0%} to {max(off):+.0%})" if off else "-"
-
-
-def batch(row: "StepCandidate") -> str:
-    return f"{row.micro_batch} x {row.accumulation}"
 
 
 def short(row: "StepCandidate") -> str:

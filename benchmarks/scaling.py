@@ -11,30 +11,30 @@ peak cannot be set back); try it anywhere with --config configs/ttt/ttt_smoke.py
 the same kind, scaling and card are replaced, all others stay. `python run.py report --workdir WORKDIR` shows them.
 """
 
-import argparse
 import dataclasses
+import functools
 import json
-import math
-import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import common, planned
-from benchmarks.common import number
+from benchmarks import common
 from lw_jax.core import config, environment
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError, leave
 from lw_jax.core.files import write_whole
+from lw_jax.report import scaling as report
 
 FILE = "scaling.json"
 SHARES = 8  # of the global batch: what one device of a whole node takes, and what weak scaling gives each
 LENGTHS = (128, 512, 1024)
 KEY = ("kind", "scaling", "target")
-UNBOUNDED = 1 << 62  # bytes, where the runtime tells no memory
+EMPTY = ("accumulation", "remat", "weights_bytes", "optimizer_bytes", "activation_bytes", "peak_bytes", "peak_from")
+EMPTY += ("mfu", "obstacle")  # of a row that has no such figure
+ONE_MESH = ("replicate", "fsdp", "tensor")
 
 Row = dict[str, Any]
 
@@ -49,37 +49,9 @@ class Point:
     global_batch: int
     micro_batch: int = 0  # 0: the largest that fits
 
-    @property
-    def step(self) -> tuple[int, ...]:
-        """Returns what decides the step: points of two scalings may share it."""
-        return self.devices, self.length, self.global_batch, self.micro_batch
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
-    args, assignments = _parse(words)
-    if not args.measured:
-        environment.prepare_compiler(everywhere=True)
-    elif args.only:
-        environment.reserve_memory()
-        environment.hide_idle_cuda()
-    cfg = common.load(args.config, assignments) if args.only or args.planned else None
-    if args.only and cfg:
-        point = None if args.only == "here" else Point(**json.loads(args.only))
-        print(json.dumps(measure(cfg, point, steps=args.steps) if point else here(cfg)))
-        return 0
-    if cfg:
-        rows = plan_all(cfg, args.planned, lengths=args.lengths, estimate=args.estimate)
-    else:
-        rows = measure_all(lambda only: _child([*words, "--only", only]), lengths=args.lengths, batches=args.batches)
-    rows = [row | {"config": args.config} for row in rows]
-    write(Path(args.workdir), rows)
-    print(table(rows))
-    return 0
-
-
-def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
-    parser, assignments, rest = common.parser(__doc__, words)
+    parser, assignments, rest = common.parser(__doc__, argv)
     parser.add_argument("--workdir", required=True, metavar="DIR", help="the folder of scaling.json")
     kinds = parser.add_mutually_exclusive_group(required=True)
     kinds.add_argument("--planned", metavar="GPUS", help="up to so many, as h100x8")
@@ -90,44 +62,40 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         "--batches", type=common.numbers, default=(), metavar="N,N", help="measured: also these, at one device"
     )
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed steps of a point (default: 10)")
-    parser.add_argument("--only", help=argparse.SUPPRESS)  # a child: "here", or a point
-    return parser.parse_args(rest), assignments
+    args = parser.parse_args(rest)
+    if args.planned:
+        environment.prepare_compiler(everywhere=True)
+        from lw_jax.planning import gpus
+
+        cfg, target = common.load(args.config, assignments), gpus.parse(args.planned)
+        wanted = points(outline(cfg), target.devices, args.lengths)
+        find = functools.partial(plan, cfg, target.card.name, estimate=args.estimate)
+    else:
+        spec = {"config": args.config, "assignments": assignments}
+        machine = common.apart("scaling.here", **spec)
+        wanted = points(machine, machine["devices"], args.lengths)
+        wanted += [Point("batch", 1, machine["length"], micro, micro) for micro in args.batches]
+        find = functools.partial(ask, steps=args.steps, **spec)
+    rows = [row | {"config": args.config} for row in each(wanted, find)]
+    write(Path(args.workdir), rows)
+    print(table(rows))
+    return 0
 
 
-def _child(words: Sequence[str]) -> Row:
-    print("...", words[-1], file=sys.stderr, flush=True)
-    return common.child([__file__, *words])
+def each(wanted: Iterable[Point], find: Callable[[Point], Row]) -> Iterator[Row]:
+    """Yields the row of every point; points of two scalings may share a step."""
+    found: dict[Point, Row] = {}
+    for point in wanted:
+        step = dataclasses.replace(point, scaling="")
+        if step not in found:
+            common.say(str(point))
+            found[step] = find(point)
+        yield found[step] | {"scaling": point.scaling}
 
 
-def plan_all(cfg: Config, target: str, *, lengths: Iterable[int], estimate: bool) -> list[Row]:
-    """Returns the planned rows of 1, 2, 4 ... cards up to the target's; raises UserError for an unknown target."""
-    from lw_jax.planning import gpus
-
-    wanted = gpus.parse(target)
-    found: dict[tuple[int, ...], Row] = {}
-    rows = []
-    for point in points(outline(cfg), wanted.devices, lengths):
-        if point.step not in found:
-            print("...", f"{wanted.card.name}x{point.devices}", point, file=sys.stderr, flush=True)
-            found[point.step] = plan_one(cfg, point, wanted.card.name, estimate=estimate)
-        rows.append(found[point.step] | {"scaling": point.scaling})
-    return rows
-
-
-def measure_all(ask: Any, *, lengths: Iterable[int], batches: Iterable[int]) -> list[Row]:
-    """Returns the measured rows; `ask` gives a child's answer to "here" or to a point as JSON."""
-    machine = ask("here")
-    found: dict[tuple[int, ...], Row] = {}
-    rows = []
-    sweep = [Point("batch", 1, machine["length"], micro, micro) for micro in batches]
-    for point in [*points(machine, machine["devices"], lengths), *sweep]:
-        if point.step not in found:
-            found[point.step] = ask(json.dumps(dataclasses.asdict(point)))
-        row = found[point.step] | {"scaling": point.scaling}
-        if "matmul" in machine and row["mfu"] is not None:
-            row |= {"of_matmul": row["mfu"] / machine["matmul"]}
-        rows.append(row)
-    return rows
+def ask(point: Point, **words: Any) -> Row:
+    """Returns `measure` of a point, by a process of its own."""
+    return common.apart("scaling.measure", point=dataclasses.asdict(point), **words)
 
 
 def outline(cfg: Config) -> Row:
@@ -136,13 +104,13 @@ def outline(cfg: Config) -> Row:
     return {"unit": unit, "length": length, "global_batch": cfg.train.global_batch}
 
 
-def here(cfg: Config) -> Row:
-    """Returns what `outline` does, the number of devices, and this card's ceilings where it is known."""
+def here(config: str, assignments: Mapping[str, str]) -> Row:
+    """Returns what `outline` does, and the number of devices."""
     import jax
 
     if jax.process_count() > 1:
         raise UserError(f"{jax.process_count()} processes: measure in one, on the devices of one machine")
-    return planned.ceilings() | outline(cfg) | {"devices": len(jax.devices())}
+    return outline(common.load(config, assignments)) | {"devices": len(jax.devices())}
 
 
 def points(told: Mapping[str, Any], devices: int, lengths: Iterable[int]) -> list[Point]:
@@ -175,7 +143,9 @@ def at(cfg: Config, point: Point) -> Config:
     train = dataclasses.replace(cfg.train, global_batch=point.global_batch, micro_batch=point.micro_batch)
     mesh, text = cfg.mesh, cfg.ttt
     if mesh.placement == "auto":
-        mesh = dataclasses.replace(mesh, placement="replicate", data=point.devices, model=1)
+        mesh = dataclasses.replace(mesh, placement="replicate", model=1)
+    if mesh.placement in ONE_MESH:  # on the first devices
+        mesh = dataclasses.replace(mesh, data=point.devices // mesh.model)
     if outline(cfg)["length"] != point.length:
         text = dataclasses.replace(text, length=point.length // text.segments)
     own = dataclasses.replace(cfg, train=train, mesh=mesh, ttt=text)
@@ -191,88 +161,60 @@ def _make(cfg: Config) -> Any:
     return recipes.outline(config.with_remat(cfg, "none"))
 
 
-def plan_one(cfg: Config, point: Point, card: str, *, estimate: bool) -> Row:
+def plan(cfg: Config, card: str, point: Point, *, estimate: bool = False) -> Row:
     """Returns the row of one point on absent cards; without figures where nothing fits."""
     from lw_jax.planning import planner
 
     own = at(cfg, point)
     found = planner.make(own, f"{card}x{point.devices}", estimate=estimate)
-    best = found.chosen
-    row = _row(own, point, "planned", card)
-    if best is None:
-        return row | {"obstacle": found.why}
-    told = {name: getattr(best, name) for name in ("strategy", "remat", "micro_batch", "accumulation", "peak_bytes")}
-    told |= {name: getattr(best, name) for name in ("optimizer_bytes", "activation_bytes", "collective_bytes")}
-    told |= {"weights_bytes": best.weights_bytes + best.trainable_bytes}
-    told |= {"peak_from": "compiled" if found.compiled else "arithmetic"}
-    return row | told | _pace(point, row["unit"], best.step_seconds)
+    if (best := found.chosen) is None:
+        return _row(own, point, "planned", card, obstacle=found.why)
+    names = ("micro_batch", "accumulation", "remat", "optimizer_bytes", "activation_bytes", "peak_bytes")
+    figures = {name: getattr(best, name) for name in names}
+    figures |= {"weights_bytes": best.weights_bytes + best.trainable_bytes}
+    figures |= {"peak_from": "compiled" if found.compiled else "arithmetic"}
+    return _row(own, point, "planned", card, best.step_seconds, **figures)
 
 
-def measure(cfg: Config, point: Point, *, steps: int) -> Row:
+def measure(config: str, assignments: Mapping[str, str], point: Row, steps: int) -> Row:
     """Returns the row of one point on this process's first devices; without figures where nothing fits."""
     import jax
 
-    from lw_jax import recipes
-    from lw_jax.benchmarking import timing
-    from lw_jax.planning import gpus, hardware, placement_search, workload
-    from lw_jax.training import memory_limit, out_of_memory
-    from lw_jax.training.step_spec import StepSpec
+    from lw_jax.benchmarking.measurement import Measured
+    from lw_jax.planning import gpus, planner
+    from sharding.errors import PlacementError
 
-    devices = jax.devices()[: point.devices]
-    own, card = at(cfg, point), gpus.of_device(devices[0])
-    room = memory_limit.local(own)
-    if room is None and own.compute.remat == "auto":  # there is no reason to recompute
-        own = config.with_remat(own, "none")
-    on = hardware.Hardware(
-        devices, room or memory_limit.MemoryLimit(UNBOUNDED, 1.0), gpus.Target(card, point.devices) if card else None
-    )
-    tried = placement_search.choose(own, on)
-    best, row = placement_search.pick(tried), _row(own, point, "measured", devices[0].device_kind)
-    if best is None or best.needs is None or best.placement is None:
-        return row | {"obstacle": "; ".join(one.obstacle for one in tried)}
-    if "step" not in best.needs.programs:
-        raise UserError(f"config.mesh.placement = {best.strategy!r}: measure one whose step is one program: replicate")
-    recipe = recipes.make(config.with_remat(own, best.remat), best.placement, outline=True)
-    program, needs = StepSpec(config.with_remat(own, best.remat), recipe), best.needs
-    ids = getattr(getattr(recipe, "model", None), "vocab", 0)  # equal tokens would meet in one row of a learning table
-    with out_of_memory.detect():
-        batch = timing.fill(program.batch(recipe.batch_widths(), needs.accumulation), ids=ids)
-        taken = timing.steps(program, needs.programs["step"][0], batch, repeats=steps)
-        peak = timing.peak_bytes()
-    told = {"strategy": best.strategy, "remat": best.remat}
-    told |= {"micro_batch": needs.micro_batch, "accumulation": needs.accumulation}
-    told |= {"weights_bytes": needs.weights + needs.trainable, "optimizer_bytes": needs.optimizer}
-    told |= {"activation_bytes": needs.activations, "collective_bytes": best.collective_bytes}
-    told |= {"peak_bytes": needs.peak if peak is None else peak, "peak_from": "compiled" if peak is None else "device"}
-    seconds = statistics.median(taken)
-    told |= {"step_seconds_least": min(taken), "step_seconds_most": max(taken), "steps": steps}
-    work = workload.step_flops(own)
-    told |= {"mfu": work / (seconds * point.devices * card.peak["bf16"]) if card else None}
-    return row | told | _pace(point, row["unit"], seconds)
+    place, device = Point(**point), jax.devices()[0]
+    own, card = at(common.load(config, assignments), place), gpus.of_device(device)
+    try:
+        found = Measured(*planner.resolve_auto(own), repeats=steps)
+        (told,) = found.step()
+    except (UserError, PlacementError) as error:
+        return _row(own, place, "measured", device.device_kind, obstacle=str(error))
+    needs, seconds = found.needs, told.seconds
+    assert needs and seconds and told.flops, "the step was measured"
+    figures = {"micro_batch": needs.micro_batch, "accumulation": needs.accumulation, "remat": found.cfg.compute.remat}
+    figures |= {"weights_bytes": needs.weights + needs.trainable, "optimizer_bytes": needs.optimizer}
+    figures |= {"activation_bytes": needs.activations, "peak_bytes": told.peak_bytes, "peak_from": told.peak_from}
+    figures |= {"step_seconds_least": seconds.least, "step_seconds_most": seconds.most, "steps": steps}
+    if card:
+        figures["mfu"] = told.flops / (seconds.median * place.devices * card.peak["bf16"])
+    return _row(own, place, "measured", device.device_kind, seconds.median, of_matmul=told.of_matmul, **figures)
 
 
-def _row(cfg: Config, point: Point, kind: str, target: str) -> Row:
-    import jax
+def _row(cfg: Config, point: Point, kind: str, target: str, seconds: float | None = None, **figures: Any) -> Row:
+    from lw_jax.core import tree
 
-    shapes = jax.tree.leaves(_make(cfg).abstract().trainable)
-    empty = ("strategy", "remat", "accumulation", "step_seconds", "tokens_per_second", "peak_bytes", "weights_bytes")
-    empty += ("optimizer_bytes", "activation_bytes", "collective_bytes", "peak_from", "mfu", "obstacle")
-    row = {"kind": kind, "target": target, **dataclasses.asdict(point), "unit": outline(cfg)["unit"]}
-    return row | {"parameters": sum(math.prod(leaf.shape) for leaf in shapes)} | dict.fromkeys(empty)
-
-
-def _pace(point: Point, unit: str, seconds: float | None) -> Row:
-    rate = point.global_batch / seconds if seconds else None
-    tokens = rate * point.length if rate and unit == "tokens" else None
-    return {"step_seconds": seconds, "examples_per_second": rate, "tokens_per_second": tokens}
+    unit, rate = outline(cfg)["unit"], point.global_batch / seconds if seconds else None
+    row = {"kind": kind, "target": target, **dataclasses.asdict(point), "unit": unit}
+    row |= {"parameters": tree.count(_make(cfg).abstract().trainable)}
+    row |= {"step_seconds": seconds, "examples_per_second": rate}
+    row |= {"tokens_per_second": rate * point.length if rate and unit == "tokens" else None}
+    return row | dict.fromkeys(EMPTY) | figures
 
 
 def write(workdir: Path, rows: Sequence[Row]) -> None:
-    """Writes the rows beside those of other kinds, scalings and cards.
-
-    Raises:
-        UserError: the file there is no list of rows.
-    """
+    """Writes the rows beside those of other kinds, scalings and cards; raises UserError where the file is none."""
     file = workdir / FILE
     try:
         kept = json.loads(file.read_text("utf-8")) if file.exists() else []
@@ -285,19 +227,13 @@ def write(workdir: Path, rows: Sequence[Row]) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    head = ("scaling", "devices", "length", "batch", "micro x acc", "remat", "s/step", "tokens/s", "peak GB", "")
-    cells = [
-        (
-            *(row["scaling"], str(row["devices"]), str(row["length"]), str(row["global_batch"])),
-            f"{row['micro_batch']} x {number(row['accumulation'], 'd')}",
-            *(row["remat"] or "-", number(row["step_seconds"], ".4f"), number(row["tokens_per_second"], ",.0f")),
-            *(number(row["peak_bytes"], ".3f", 1e-9), row["obstacle"] or number(row["mfu"], ".1%").replace("-", "")),
-        )
-        for row in rows
-    ]
-    return f"{rows[0]['kind']}, {rows[0]['target']}\n{common.table(head, cells)}"
+    parts = [f"{rows[0]['kind']}, {rows[0]['target']}"]
+    for name, (title, note) in report.KINDS.items():
+        if own := [row for row in rows if row["scaling"] == name]:
+            shown = report.table(own)
+            parts.append(f"{title}, {note}\n{common.table(shown.head, shown.rows)}")
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":
-    environment.leave_out_torch()
     leave(main)

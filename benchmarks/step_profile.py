@@ -1,7 +1,7 @@
 """Shares of a training step's time by kind of work, from XLA's own events; on a CPU.
 
     python benchmarks/step_profile.py --config configs/embeddings.py --config.optim.kind=adamw
-    python benchmarks/step_profile.py --config configs/embeddings.py --config.compute.dtype=fp32 --top 20
+    python benchmarks/step_profile.py --config configs/embeddings.py --config.compute.dtype=fp32
 
 Weights and tokens are random, as in `run.py bench`. Kernels run at once on several cores, so that their seconds may add
 up to more than the step's. A kernel that fuses several things counts as its largest: a product, else attention, else
@@ -12,7 +12,6 @@ import collections
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,53 +43,47 @@ class Kernel(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser, assignments, rest = common.parser(__doc__, argv)
-    parser.add_argument("--top", type=int, default=0, help="also so many of the longest kernels")
     args = parser.parse_args(rest)
     environment.hide_idle_cuda()
     import jax
 
+    from lw_jax.benchmarking.measurement import Measured
+    from lw_jax.planning import planner
+
     if jax.default_backend() != "cpu":
         raise UserError("the events of a GPU have other names; use jax.profiler and XProf there")
-    text, step = prepare(common.load(args.config, assignments))
-    for _ in range(2):
-        step()
-    started = time.perf_counter()
-    step()
-    seconds = time.perf_counter() - started
-    print(table(shares(parse(text), trace(step)), seconds, top=args.top))
+    values = {"mesh.placement": "single"} | assignments
+    measured = Measured(*planner.resolve_auto(common.load(args.config, values)), repeats=1)
+    (row,), needs = measured.step(), measured.needs
+    assert needs and row.seconds, "the step was measured"
+    kernels = parse(needs.programs["step"][0].as_text())
+    print(table(shares(kernels, trace(stepper(measured, needs))), row.seconds.median))
     return 0
 
 
-def prepare(cfg: Any) -> tuple[str, Callable[[], Any]]:
+def stepper(measured: Any, needs: Any) -> Callable[[], Any]:
+    """Returns the measured step on random arrays."""
     import jax
 
-    from lw_jax import recipes
     from lw_jax.benchmarking import timing
-    from lw_jax.benchmarking.measurement import Measured
-    from lw_jax.core import config
-    from lw_jax.training import memory
     from lw_jax.training.step_spec import StepSpec
-    from sharding import placement
 
-    cfg = config.with_remat(cfg, "none") if cfg.compute.remat == "auto" else cfg
-    measured = Measured(cfg, placement.place("single", recipes.reader_bytes(cfg)), repeats=1)
-    spec, widths = StepSpec(cfg, measured.recipe), measured.recipe.batch_widths()
-    accumulation = spec.accumulation(cfg.train.micro_batch)
-    compiled = memory.measure(spec, widths, accumulation).programs["step"][0]
-    batch, frozen = measured.fill(spec.batch(widths, accumulation)), timing.fill(spec.frozen)
-    now = {"state": timing.fill(spec.state)}
+    spec, (compiled, _) = StepSpec(measured.cfg, measured.recipe), needs.programs["step"]
+    batch = measured.fill(spec.batch(measured.recipe.batch_widths(), needs.accumulation))
+    now, frozen = {"state": timing.fill(spec.state)}, timing.fill(spec.frozen)
 
     def step() -> Any:
         now["state"], values = compiled(now["state"], frozen, batch)
         return jax.block_until_ready((now["state"], values))
 
-    return compiled.as_text(), step
+    return step
 
 
 def trace(step: Callable[[], Any]) -> dict[str, float]:
     import jax
 
     found: dict[str, float] = collections.defaultdict(float)
+    step()  # warms up
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             step()
@@ -131,16 +124,14 @@ def shares(kernels: Mapping[str, Kernel], seconds: Mapping[str, float]) -> list[
     return sorted(rows, key=lambda row: -row[2])
 
 
-def table(rows: Sequence[tuple[str, str, float]], seconds: float, *, top: int) -> str:
+def table(rows: Sequence[tuple[str, str, float]], seconds: float) -> str:
     sums = collections.Counter[str]()
     for kind, _, taken in rows:
         sums[kind] += taken  # pyright: ignore[reportArgumentType]  (a counter adds floats as well)
     whole = sum(sums.values())
     cells = [(kind, f"{taken:.2f}", f"{taken / whole:.0%}") for kind, taken in sums.most_common()]
-    lines = [f"a step takes {seconds:.2f} s; its kernels add up to {whole:.2f} s", ""]
-    lines.append(common.table(("kind", "s", "share"), cells))
-    lines += [f"{taken:>8.3f} s  {kind:<28}{name}" for kind, name, taken in rows[:top]]
-    return "\n".join(lines)
+    told = f"a step takes {seconds:.2f} s; its kernels add up to {whole:.2f} s"
+    return f"{told}\n\n{common.table(('kind', 's', 'share'), cells)}"
 
 
 if __name__ == "__main__":

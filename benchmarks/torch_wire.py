@@ -1,21 +1,14 @@
-"""The wire in PyTorch, as a good user of transformers writes it; a child of peer.py, knows no JAX.
+"""The wire in PyTorch, as a good user of transformers writes it; a child of peer.py, knows no JAX."""
 
-    python benchmarks/torch_wire.py CASE --device cuda --part step --precision frozen --compile
-
-CASE is a folder that peer.py wrote: spec.json, batch.npz, a folder with config.json for each model and, where what it
-computes is checked, their weights and trainable.npz. Prints one JSON line.
-"""
-
-import argparse
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch_run import build, narrow, parse, say, stored, timed
+
+from benchmarks.torch_run import Job, stepper
 
 Arrays = dict[str, Any]
 
@@ -69,22 +62,26 @@ class Adapter(torch.nn.Module):
 class Wire(torch.nn.Module):
     """An encoder that learns in front of frozen readers."""
 
-    def __init__(self, case: Path, spec: dict[str, Any], device: str, *, precision: str, load: bool):
+    def __init__(self, job: Job):
         super().__init__()
-        self.spec = spec
-        self.body: Any = build(case / "body", "float32", device, load=load).model
+        spec = self.spec = job.spec
+        self.body: Any = job.build("body", trained=True).model
         self.eps = self.body.config.rms_norm_eps
         self.body.norm = torch.nn.Identity()  # the last state is mixed like the others, before any norm
         self.body.requires_grad_(spec["body_learns"])
         width, states = self.body.config.hidden_size, self.body.config.num_hidden_layers + 1
-        with torch.device(device):
+        with torch.device(job.device):
             self.head = Head(states, width, spec["width"], spec["slots"])
             self.readers, self.adapters = torch.nn.ModuleDict(), torch.nn.ModuleDict()
             for name in spec["readers"]:
-                reader = build(case / name, stored(precision), device, load=load).requires_grad_(False)
+                reader = self.readers[name] = job.build(name).requires_grad_(False)
                 out = reader.config.hidden_size
-                self.readers[name] = reader
                 self.adapters[name] = Adapter(spec["width"], spec["hidden"], out, spec["tasks"])
+        if job.check:
+            with np.load(job.case / "trainable.npz") as stored:
+                load_trainable(self, dict(stored))
+        if job.precision == "whole":
+            self.to(torch.bfloat16)
 
     def keep_little(self) -> None:
         one: Any
@@ -157,95 +154,74 @@ def load_trainable(wire: Wire, stored: Arrays) -> None:
             own[name].copy_(flat)
 
 
-def stepper(wire: Wire, batch: Arrays, args: argparse.Namespace) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+def train(wire: Wire, batch: Arrays, job: Job) -> Callable[[], Any]:
     """Returns the training step: -> (loss, gradient's norm)."""
-    learns = [one for one in wire.parameters() if one.requires_grad]
-    optimizer = torch.optim.AdamW(learns, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
-    if args.spec["remat"] != "none":
+    if job.spec["remat"] != "none":
         wire.keep_little()
-    call = torch.compile(wire) if args.compile else wire
+    forward = torch.compile(wire) if job.compiled else wire
 
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
-        optimizer.zero_grad(set_to_none=True)
-        with narrow(args):
-            loss = call(batch)
+    def call() -> torch.Tensor:
+        with job.narrow():
+            loss = forward(batch)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(learns, 1.0)
-        optimizer.step()
-        return loss, norm
+        return loss
 
-    return step
+    return stepper(wire, call, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.01)
 
 
-def encoder(wire: Wire, batch: Arrays, args: argparse.Namespace) -> Callable[[], torch.Tensor]:
+def encoder(wire: Wire, batch: Arrays, job: Job) -> Callable[[], torch.Tensor]:
     wire.eval()
-    call = torch.compile(wire.latents) if args.compile else wire.latents
+    call = torch.compile(wire.latents) if job.compiled else wire.latents
 
     def encode() -> torch.Tensor:
-        with torch.inference_mode(), narrow(args):
+        with torch.inference_mode(), job.narrow():
             return call(batch["source/ids"], batch["source/mask"])
 
     return encode
 
 
-def answerer(wire: Wire, name: str, args: argparse.Namespace) -> Callable[..., Any]:
+def answerer(wire: Wire, name: str, job: Job) -> Callable[..., Any]:
     """Returns transformers' own generation by one reader: (embeddings, mask, more settings) -> what it gives."""
     reader: Any = wire.readers[name].eval()
     reader.generation_config.eos_token_id = None  # every answer has all its tokens
     reader.generation_config.pad_token_id = 0
-    words: dict[str, Any] = {"max_new_tokens": args.spec["answer_tokens"], "do_sample": False, "use_cache": True}
-    if args.compile:
+    words: dict[str, Any] = {"max_new_tokens": job.spec["answer_tokens"], "do_sample": False, "use_cache": True}
+    if job.compiled:
         reader.forward = torch.compile(reader.forward)
         words["cache_implementation"] = "static"
 
     def answer(embeddings: torch.Tensor, mask: torch.Tensor, **more: Any) -> Any:
-        with torch.inference_mode(), narrow(args):
+        with torch.inference_mode(), job.narrow():
             return reader.generate(inputs_embeds=embeddings, attention_mask=mask.long(), **words, **more)
 
     return answer
 
 
-def check(wire: Wire, batch: Arrays, args: argparse.Namespace) -> dict[str, float]:
+def check(wire: Wire, batch: Arrays, job: Job) -> dict[str, float]:
     """Writes latents and each reader's first logits and answers, and returns a step's loss and gradient's norm."""
     found: Arrays = {}
-    if args.part != "step":
-        latents = found["latents"] = encoder(wire, batch, args)()
-    for name in wire.readers if args.part in ("answer", "all") else ():
-        with torch.inference_mode(), narrow(args):
+    if job.part != "step":
+        latents = found["latents"] = encoder(wire, batch, job)()
+    for name in wire.readers if job.part in ("answer", "all") else ():
+        with torch.inference_mode(), job.narrow():
             prompt = wire.prompt(name, latents, of_reader(batch, name))
-        told = answerer(wire, name, args)(*prompt, output_logits=True, return_dict_in_generate=True)
+        told = answerer(wire, name, job)(*prompt, output_logits=True, return_dict_in_generate=True)
         found |= {f"{name}/logits": told.logits[0], f"{name}/ids": told.sequences}
-    np.savez(args.check, allow_pickle=False, **{key: value.float().cpu().numpy() for key, value in found.items()})
-    if args.part not in ("step", "all") or args.precision == "whole":
-        return {}
-    loss, norm = stepper(wire, batch, args)()
-    return {"loss": float(loss.detach()), "grad_norm": float(norm)}
+    learns = job.part in ("step", "all") and job.precision != "whole"
+    return job.checked(found, train(wire, batch, job) if learns else None)
 
 
-def main() -> None:
-    args = parse(__doc__, ("step", "encode", "answer"))
-    torch.manual_seed(0)
-    wire = Wire(args.case, args.spec, args.device, precision=args.precision, load=args.check is not None)
-    loaded = np.load(args.case / "batch.npz")
-    batch = {key: torch.from_numpy(loaded[key]).to(args.device) for key in loaded.files}
-    batch = {key: value.long() if value.dtype == torch.int32 else value for key, value in batch.items()}
-    if args.check:
-        load_trainable(wire, dict(np.load(args.case / "trainable.npz")))
-    if args.precision == "whole":
-        wire.to(torch.bfloat16)
-    if args.check:
-        say(check(wire, batch, args), args)
-    elif args.part == "answer":
+def run(**words: Any) -> dict[str, Any]:
+    job = Job(**words)
+    wire, batch = Wire(job), job.batch()
+    if job.check:
+        return job.report(check(wire, batch, job))
+    if job.part == "answer":
+        size = len(batch["source/ids"]), job.spec["slots"], job.spec["width"]
         with torch.inference_mode():
-            latents = torch.randn(len(batch["source/ids"]), args.spec["slots"], args.spec["width"], device=args.device)
-            calls = [
-                functools.partial(answerer(wire, name, args), *wire.prompt(name, latents, of_reader(batch, name)))
-                for name in wire.readers
-            ]
-        say(timed(lambda: [call() for call in calls], args), args)
+            latents = torch.randn(*size, device=job.device)
+            prompts = {name: wire.prompt(name, latents, of_reader(batch, name)) for name in wire.readers}
+        calls = [functools.partial(answerer(wire, name, job), *prompt) for name, prompt in prompts.items()]
     else:
-        say(timed({"step": stepper, "encode": encoder}[args.part](wire, batch, args), args), args)
-
-
-if __name__ == "__main__":
-    main()
+        calls = [{"step": train, "encode": encoder}[job.part](wire, batch, job)]
+    return job.report(job.timed(lambda: [call() for call in calls]))

@@ -9,11 +9,22 @@ from typing import Any
 import numpy as np
 
 from benchmarks import common
-from benchmarks.common import number
 
 # Largest difference from PyTorch in fp32, relative: of a step's loss and the norm of its gradient; of latents and of an
 # answer's first logits, by root mean square. bf16 has 8 bits, so that one rounding is up to 0.4 %.
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
+
+SHOWN = {
+    **{
+        "side": ("side",),
+        "variant": ("variant",),
+        "best": ("best",),
+        "s": ("median", ".4f"),
+        "least": ("least", ".4f"),
+    },
+    **{"most": ("most", ".4f"), "first s": ("first_seconds", ".1f"), "peak GB": ("peak_bytes", ".2f", 1e-9)},
+    **{"off fp32": ("off", ".1e"), "": ("why",)},
+}
 
 Told = dict[str, Any]
 
@@ -90,16 +101,27 @@ def ratio(turns: Mapping[str, Sequence[Told]]) -> Told:
     return {"median": whole, "least": min(pairs), "most": max(pairs)}
 
 
-def row(variant: Variant, turns: Sequence[Told], *, why: str = "", off: Mapping[str, float] | None = None) -> Told:
-    """Returns a variant's row: seconds over all its turns, or why it has none or does not count."""
-    told: Told = {"side": variant.side, "variant": variant.name, "counted": variant.counted and not why, "why": why}
-    told |= {"difference": dict(off or {}), "turns": list(turns)}
-    if turns:
-        every = [second for one in turns for second in one["seconds"]]
-        told |= {"median": statistics.median(one["median"] for one in turns), "least": min(every), "most": max(every)}
-        told["first_seconds"] = turns[0]["first_seconds"]
-        told["peak_bytes"] = max(one["peak_bytes"] or one["host_bytes"] for one in turns)
-    return told
+@dataclasses.dataclass
+class Entry:
+    """What is known of a variant: its turns, how far it is from PyTorch in fp32, why it has no turn or cannot count."""
+
+    variant: Variant
+    turns: list[Told] = dataclasses.field(default_factory=list)
+    off: dict[str, float] = dataclasses.field(default_factory=dict)
+    why: str = ""
+
+    def row(self) -> Told:
+        """Returns the variant's row: seconds over all its turns, or why it has none or does not count."""
+        one = self.variant
+        told: Told = {"side": one.side, "variant": one.name, "counted": one.counted and not self.why, "why": self.why}
+        told |= {"difference": self.off, "turns": self.turns}
+        if self.turns:
+            every = [second for turn in self.turns for second in turn["seconds"]]
+            medians = [turn["median"] for turn in self.turns]
+            told |= {"median": statistics.median(medians), "least": min(every), "most": max(every)}
+            told["first_seconds"] = self.turns[0]["first_seconds"]
+            told["peak_bytes"] = max(turn["peak_bytes"] or turn["host_bytes"] for turn in self.turns)
+        return told
 
 
 def table(found: Told) -> str:
@@ -110,10 +132,14 @@ def table(found: Told) -> str:
         f"check, {check['layers']} layers, fp32: loss {ours['loss']:.6f} and {theirs['loss']:.6f}, "
         f"gradient {ours['grad_norm']:.6f} and {theirs['grad_norm']:.6f}"
     )
-    head = ("side", "variant", "best", "s", "least", "most", "first s", "peak GB", "off fp32", "")
     for name, part in found["parts"].items():
-        rows = [_cells(one, best=one["variant"] == part["best"].get(one["side"])) for one in part["rows"]]
-        lines += ["", name, common.table(head, rows)]
+        rows = [
+            one
+            | {"best": "*" if one["variant"] == part["best"].get(one["side"]) else ""}
+            | {"off": max(one["difference"].values(), default=None)}
+            for one in part["rows"]
+        ]
+        lines += ["", name, common.columns(rows, SHOWN)]
         if "ratio" in part:
             ratios = part["ratio"]
             spread = f"turn by turn {ratios['least']:.2f}..{ratios['most']:.2f}"
@@ -121,10 +147,3 @@ def table(found: Told) -> str:
         else:
             lines.append(f"{name}: no ratio, as one side has nothing that counts")
     return "\n".join(lines)
-
-
-def _cells(one: Told, *, best: bool) -> tuple[str, ...]:
-    seconds = (number(one.get(key), ".4f") for key in ("median", "least", "most"))
-    rest = number(one.get("first_seconds"), ".1f"), number(one.get("peak_bytes"), ".2f", 1e-9)
-    off = number(max(one["difference"].values(), default=None), ".1e")
-    return one["side"], one["variant"], "*" if best else "", *seconds, *rest, off, one["why"]

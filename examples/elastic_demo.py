@@ -5,7 +5,7 @@
 
 Every run is the command `python run.py` in a process of its own that sees as many CPU devices as its placement takes;
 the global batch is the same in all. Prints the table, writes the picture, and ends with code 1 where a curve leaves
-the others by more than 1e-5 of its value. The tiny readers are made first, once, smaller and shorter than the smoke
+the others by more than 1e-5 of its value. The tiny readers are made first, once, by fewer steps than the smoke
 configuration's: what is compared is one curve with another. Needs matplotlib (requirements-dev.txt); some two minutes
 on two cores.
 """
@@ -29,10 +29,7 @@ from lw_jax.training import metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 # Beside configs/smoke.py: readers and batches of a size at which starting and compiling take most of the time.
-SMALLER = {
-    **{"selfmade.steps": 90, "selfmade.batch": 32, "selfmade.width": 64, "selfmade.layers": 2},
-    **{"data.cards": 512, "train.global_batch": 16},
-}
+SMALLER = {"selfmade.steps": 90, "selfmade.batch": 32, "data.cards": 512, "train.global_batch": 16}
 AT_ONCE = 2  # runs: a process compiles on one core
 TOLERANCE = 1e-5  # relative, fp32: the same sums in another order, after some steps of Adam
 

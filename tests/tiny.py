@@ -224,7 +224,7 @@ def make_ttt_config(root: Path, **changes: object) -> Config:
     c.data.update(train=str(write_text(root)), validation="", held_out=0.1)
     # Widths and ffn divide by 8, so that a data axis of 8 splits them.
     c.ttt.update(layers=2, width=24, heads=3, ffn=40, chunk=4, length=12)
-    c.optim.update(warmup_steps=2, learning_rate=3e-3, decays="all", weight_decay=0.1)
+    c.optim.update(warmup_steps=2, learning_rate=3e-3, weight_decay=0.1)
     c.train.update(steps=6, global_batch=8, log_every=1, checkpoint_every=3, alarm_step=0)
     c.compute.remat = "none"
     c.eval.update(examples=10, batch=8)

@@ -20,7 +20,6 @@ def tuned(llm: ConfigDict, *, rank: int, variant: str) -> ConfigDict:
     c = base.get_config("dpo")
     c.llms.policy = llm
     c.lora.rank = rank
-    c.lora.alpha = 2.0 * rank
     c.data.train = "pairs.jsonl"
     c.compute.dtype = "bf16"
     # LoRA moves a hundredth of the weights: 1e-5 to 5e-5, where tuning all of them takes 5e-7 to 1e-6.

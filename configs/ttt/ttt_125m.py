@@ -24,7 +24,6 @@ def get_config(recipe: str = "ttt") -> ConfigDict:
     c.optim.warmup_steps = 480
     c.optim.end_fraction = 1e-5 / 3e-3
     c.optim.weight_decay = 0.1
-    c.optim.decays = "all"
     c.optim.b2 = 0.95
     c.train.steps = 4800
     c.train.global_batch = 4096

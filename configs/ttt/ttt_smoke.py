@@ -20,7 +20,6 @@ def get_config(recipe: str = "ttt") -> ConfigDict:
     c.optim.warmup_steps = 20
     c.optim.b2 = 0.95
     c.optim.weight_decay = 0.1
-    c.optim.decays = "all"
     c.train.steps = 200
     c.train.global_batch = 32
     c.train.eval_every = 50

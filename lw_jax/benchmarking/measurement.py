@@ -5,6 +5,7 @@ word is padded; `input` and `load` read the configuration's own data and weights
 """
 
 import contextlib
+import functools
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +58,11 @@ class Measured:
     def __init__(self, cfg: Config, placement: Placement, repeats: int):
         self.cfg, self.placement, self.repeats = cfg, placement, repeats
         self.recipe: Any = recipes.make(cfg, placement, outline=True)
-        self.ceilings: Ceilings = timing.ceilings(workload.arithmetic(cfg, placement.platform))
+        self.needs: memory.StepMemory | None = None  # of the step as it was compiled here, once it was measured
+
+    @functools.cached_property
+    def ceilings(self) -> Ceilings:
+        return timing.ceilings(workload.arithmetic(self.cfg, self.placement.platform))
 
     @property
     def device(self) -> str:
@@ -98,17 +103,16 @@ class Measured:
         cfg, widths = self.cfg, self.recipe.batch_widths()
         accumulation = self._accumulation(widths)
         with tempfile.TemporaryDirectory() as folder, _compile_cache(Path(folder)), out_of_memory.detect():
-            cold, _ = _seconds(lambda: memory.measure(StepSpec(cfg, self.recipe), widths, accumulation))
+            cold, self.needs = _seconds(lambda: memory.measure(StepSpec(cfg, self.recipe), widths, accumulation))
             jax.clear_caches()
             program = StepSpec(cfg, self.recipe)
             cached, needs = _seconds(lambda: memory.measure(program, widths, accumulation))
             call: Any = needs.programs["step"][0] if "step" in needs.programs else program.step
             batch = self.fill(program.batch(widths, accumulation))
             samples = timing.steps(program, call, batch, repeats=self.repeats)
-        seconds = Spread.of(samples)
+        seconds, peak = Spread.of(samples), timing.peak_bytes()  # before the ceilings' own peak
         work = workload.step_flops(cfg)
         reached = work / (seconds.median * self.ceilings.matmul * self.placement.devices)
-        peak = timing.peak_bytes()
         return [
             Row(
                 "step",

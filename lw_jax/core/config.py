@@ -60,7 +60,7 @@ def split_prompt(user: str) -> tuple[str, str, str] | None:
 # Keys of speed, machine, reports and evaluation; all others decide what a run learns.
 _MECHANICAL = re.compile(
     r"train\.(log_every|log_to|eval_every|checkpoint_every|micro_batch|alarm.*)|mesh\..*|compute\.(remat|logits_chunk)"
-    r"|eval\..*|ttt\.(form|unroll_layers)"
+    r"|eval\..*|ttt\.form"
 )
 
 # recipe -> the values of compute.remat that it knows beside "auto", least recomputation first

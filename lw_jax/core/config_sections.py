@@ -265,10 +265,10 @@ class Stage:
 class AlignStage(Stage):
     """First stage: adapters alone learn to repeat passages of 32 tokens."""
 
+    rate = 10.0
     lengths = (32,)
     encoder = 0.0  # adapters first learn the reader's embeddings; a moving encoder would be a moving target
     share: float = key(0.0, "part of train.steps", unit="share", at_least=0, at_most=1, shapes="no")
-    rate: float = key(10.0, "learning rate", unit="x optim.learning_rate", above=0, shapes="no")
 
     @property
     def tasks(self) -> dict[str, float]:
@@ -327,10 +327,9 @@ class Stages:
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """LoRA pairs beside a frozen model's matrices; recipe dpo."""
+    """LoRA pairs beside a frozen model's matrices, scaled by 2 (alpha = 2 x rank); recipe dpo."""
 
     rank: int = key(16, "rank of a pair", above=0, at_most=FRAME)
-    alpha: float = key(32.0, "a pair is scaled by alpha / rank", above=0, shapes="no")
     dropout: float = key(0.0, "inputs of a pair dropped in training", unit="share", at_least=0, below=1, shapes="zero")
     targets: tuple[str, ...] = key(
         ("q_proj", "k_proj", "v_proj", "o_proj"), "regexes of module names; each must match one or more"
@@ -401,12 +400,6 @@ class TTT:
     form: str = key(
         "scan", "over chunks, or all outputs of a segment at once; the same numbers", choices=("scan", "full")
     )
-    unroll_layers: int = key(
-        1,
-        "layers an iteration of the scan; all of them spare copies and take minutes to compile",
-        unit="layers",
-        above=0,
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -419,8 +412,9 @@ class Optim:
     end_fraction: float = key(
         0.1, "learning rate at the end of the cosine", unit="share", at_least=0, at_most=1, shapes="no"
     )
-    weight_decay: float = key(0.01, "decoupled weight decay", at_least=0, shapes="zero")
-    decays: str = key("matrices", "matrices: not norms, biases, gains and embeddings", choices=("matrices", "all"))
+    weight_decay: float = key(
+        0.01, "decoupled weight decay; of matrices alone, ttt: of everything", at_least=0, shapes="zero"
+    )
     clip_norm: float = key(1.0, "largest global gradient norm", above=0, shapes="no")
     b2: float = key(0.99, "decay of the second moment", at_least=0, below=1, shapes="no")
 
@@ -551,10 +545,8 @@ class Eval:
 
 @dataclasses.dataclass(frozen=True)
 class Selfmade:
-    """Tiny readers that the project trains itself (source selfmade:...): 4 heads, 2 of keys and values."""
+    """Training of the tiny readers that the project makes itself (source selfmade:...)."""
 
-    layers: int = key(2, "blocks", unit="layers", above=0, at_most=1000)
-    width: int = key(128, "hidden size; the feed-forward block has twice as many", unit="values", above=0)
     steps: int = key(300, "optimizer steps", unit="steps", above=0, shapes="no")
     batch: int = key(64, "cards of a step", unit="cards", above=0, shapes="no")
     learning_rate: float = key(1e-2, "peak, of Muon", above=0, shapes="no")

@@ -66,8 +66,6 @@ def validate(cfg: Config) -> None:
         refuse("compute.remat", cfg.compute.remat, rule)
     _check_training(cfg)
     _check_mesh(cfg)
-    if cfg.selfmade.width % 8:
-        refuse("selfmade.width", cfg.selfmade.width, "must be a multiple of 8: 4 heads of an even size.")
 
 
 def _check_wire(cfg: Config) -> None:

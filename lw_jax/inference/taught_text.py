@@ -43,7 +43,6 @@ OPTIM = config.Optim(
     warmup_steps=4,
     end_fraction=0.1,
     weight_decay=0.0,
-    decays="matrices",
     clip_norm=1.0,
     b2=0.99,
 )

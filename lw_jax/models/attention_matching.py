@@ -20,7 +20,7 @@ from lw_jax.models.attention import LEAST
 from lw_jax.models.decoder import DecoderConfig, KVPrefix, Mode
 
 RIDGE = 1e-2  # x the mean square of the kept keys' shares of attention: pulls towards the values as they were
-_TINY = 1e-30
+TINY = 1e-30
 
 
 class Text(NamedTuple):
@@ -108,7 +108,7 @@ def _match(  # noqa: PLR0913
     top = jnp.maximum(scores, near).max(axis=-1, keepdims=True)
     whole = jnp.where(seen, jnp.exp(scores - top), 0.0)
     counts = text.asks[:, None, None, :, None].astype(jnp.float32)
-    share = counts * whole / jnp.maximum(whole.sum(axis=-1, keepdims=True), _TINY)
+    share = counts * whole / jnp.maximum(whole.sum(axis=-1, keepdims=True), TINY)
     wanted = jnp.einsum("bkgqt,bkte->bkgqe", share, values)
 
     importance = jnp.where(text.context[:, None], jnp.square(share).sum(axis=(2, 3)), -jnp.inf)
@@ -118,7 +118,7 @@ def _match(  # noqa: PLR0913
     own = jnp.where(kept[:, None, None, None], own, 0.0)
 
     rest = jnp.where(seen & ~text.context[:, None, None, None], jnp.exp(near - top), 0.0)
-    scale = counts / jnp.maximum(rest.sum(axis=-1, keepdims=True) + own.sum(axis=-1, keepdims=True), _TINY)
+    scale = counts / jnp.maximum(rest.sum(axis=-1, keepdims=True) + own.sum(axis=-1, keepdims=True), TINY)
     own, rest = own * scale, rest * scale
     missing = wanted - jnp.einsum("bkgqt,bkte->bkgqe", rest, values) - jnp.einsum("bkgqm,bkme->bkgqe", own, values_kept)
     values_kept = values_kept + _ridge(own, missing, kept.sum(axis=1))
@@ -149,7 +149,7 @@ def solve_ridge(
 ) -> Float[Array, "b k m e"]:
     """Solves by least squares with a ridge of `ridge` x the mean of the diagonal's `count` entries that are not 0."""
     size = jnp.trace(gram, axis1=2, axis2=3) / jnp.maximum(count, 1).astype(jnp.float32)
-    gram = gram + (ridge * size + _TINY)[..., None, None] * jnp.eye(gram.shape[-1])[None, None]
+    gram = gram + (ridge * size + TINY)[..., None, None] * jnp.eye(gram.shape[-1])[None, None]
     # Not `solve`: on several virtual devices of a CPU each one's batched LU waits for threads that the others hold.
     return cho_solve(cho_factor(gram, lower=True), right)
 

@@ -15,7 +15,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.models import decoder, kv_prefix, projections
 from lw_jax.models.attention import LEAST
-from lw_jax.models.attention_matching import by_head, solve_ridge
+from lw_jax.models.attention_matching import TINY, by_head, solve_ridge
 from lw_jax.models.decoder import DecoderConfig, KVPrefix, Mode, SharedPrefix
 from lw_jax.models.products import from_bits, multiply
 
@@ -26,7 +26,6 @@ STEPS = 200  # of the weights' projected gradient
 WEIGHTS = (0.05, 100.0)
 _LOUDEST = 20.0  # log of a decoded key's share beside an exact one's whole: its square must be a number
 _FAINTEST = 1e-6  # share of the whole text: below it a query says nothing about the text's keys
-_TINY = 1e-30
 _POWERS = 64  # steps of the power method: a matrix without negative entries needs few
 
 
@@ -116,7 +115,7 @@ def _pay(
     total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     shares = jnp.where(asks[:, None, None, :, None], jnp.exp(scores[..., slots] - total), 0.0)
     size = jnp.linalg.norm(out.astype(jnp.float32), axis=-1)[:, None, None, :, None]
-    largest = (shares / jnp.maximum(size, _TINY)).max(axis=(2, 3))
+    largest = (shares / jnp.maximum(size, TINY)).max(axis=(2, 3))
     paid = largest.swapaxes(1, 2), jnp.square(shares).sum(axis=(2, 3)).swapaxes(1, 2)
     return paid, q, total.transpose(0, 3, 1, 2, 4).reshape(q.shape[:3])
 

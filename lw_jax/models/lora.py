@@ -74,10 +74,10 @@ def everywhere(rank: int) -> Lora:
     return Lora(rank, 2.0 * rank, 0.0, tuple(MODULES))
 
 
-def make(*, rank: int, alpha: float, dropout: float, targets: Sequence[str]) -> Lora:
-    """Returns the adapters of a configuration; raises as `match` does."""
+def make(*, rank: int, dropout: float, targets: Sequence[str]) -> Lora:
+    """Returns the adapters of a configuration, alpha twice the rank; raises as `match` does."""
     matched = {name for names in match(targets).values() for name in names}
-    return Lora(rank, alpha, dropout, tuple(name for name in MODULES if name in matched))
+    return Lora(rank, 2.0 * rank, dropout, tuple(name for name in MODULES if name in matched))
 
 
 def abstract(cfg: DecoderConfig, lora: Lora) -> Tree:

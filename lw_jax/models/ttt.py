@@ -66,7 +66,6 @@ class Mode:
     precision: Precision = FP32  # fast weights, norms, inner rates and gradients stay fp32
     form: str = "scan"  # over chunks, or "full": all outputs at once after one substitution a chunk
     unroll: int = 8  # chunks per scan iteration
-    unroll_layers: int = 1  # layers per scan iteration
     remat: str = "none"  # "none": no recomputation | "dots": all but products with matrices | "full": layers
     constrain: Callable[[jax.Array], jax.Array] = _unchanged  # applied to the residual stream [b t d]
     measured: bool = False  # returns the inner losses; implies "scan"
@@ -194,14 +193,14 @@ def forward(  # noqa: PLR0913  (the one entry to the model)
     rate = jnp.ones(ids.shape[:1]) if rate is None else rate
     layer = functools.partial(_layer, cfg, mode, _Rows(rate, lengths))
     if mode.remat != "none":
-        scanned = mode.unroll_layers < cfg.layers
-        layer = checkpoint_layer(layer, {"dots": "products", "full": "inputs"}[mode.remat], scanned=scanned)
+        kept = {"dots": "products", "full": "inputs"}[mode.remat]
+        layer = checkpoint_layer(layer, kept, scanned=cfg.layers > 1)
 
     def body(x: jax.Array, inputs: tuple[Tree, Memory | None]):
         x, found = layer(mode.constrain(x), *inputs)
         return x, found
 
-    x, (losses, found) = jax.lax.scan(body, x, (params["layers"], memory), unroll=mode.unroll_layers)
+    x, (losses, found) = jax.lax.scan(body, x, (params["layers"], memory))
     losses = None if losses is None else losses[:, : count // cfg.chunk]  # without the padding of the last chunk
     seen = jnp.full(ids.shape[:1], count, jnp.int32) if lengths is None else lengths
     return Output(_rms(x, params["norm"], cfg)[:, :count], losses, None if found is None else Cache(found, seen))

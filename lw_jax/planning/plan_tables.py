@@ -23,7 +23,7 @@ def report(plan: Plan, *, own: Mapping[str, Any] | None = None) -> str:
     else:
         assert isinstance(plan, StepPlan), "there are two kinds"
         work, notes, legend = f"global batch {plan.global_batch}, {plan.steps} steps", _notes(plan), LEGEND
-        rows, choice = _rows(plan.candidates), plan.chosen and _choice(plan, plan.chosen)
+        rows, choice = candidates(plan.candidates), plan.chosen and _choice(plan, plan.chosen)
     how = "compiled for the target" if plan.compiled else "ARITHMETIC ESTIMATE, nothing was compiled"
     lines = [
         f"target {plan.target}: {plan.devices} devices of {bytes_of(plan.memory_bytes)}, target "
@@ -83,11 +83,12 @@ def _flags(values: Mapping[str, Any]) -> str:
     return " ".join(f"--config.{path}={value}" for path, value in values.items())
 
 
-def _rows(candidates: Iterable[StepCandidate]) -> list[tuple[str, ...]]:
+def candidates(found: Iterable[StepCandidate]) -> list[tuple[str, ...]]:
+    """Returns the head and a row for each candidate; the last cell says why one does not fit."""
     head = ("strategy", "mesh", "remat", "batch x acc", "peak", "est.", "weights", "train+opt", "activ.")
     head += ("TFLOP", "sent", "s/step", "est.", "samples/s", "")
     table: list[tuple[str, ...]] = [head]
-    for one in candidates:
+    for one in found:
         peak, seconds = (one.estimate.peak_bytes, one.estimate.step_seconds) if one.estimate else (0, None)
         table.append(
             (

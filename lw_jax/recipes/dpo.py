@@ -44,7 +44,7 @@ class DPO(Recipe):
         self.cfg, self.placement, self.outline = cfg, placed, outline
         ((self.name, self.llm),) = cfg.llms.items()
         spec = cfg.lora
-        self.lora = lora.make(rank=spec.rank, alpha=spec.alpha, dropout=spec.dropout, targets=spec.targets)
+        self.lora = lora.make(rank=spec.rank, dropout=spec.dropout, targets=spec.targets)
         self.model: DecoderConfig = (
             frozen_models.outline(cfg, self.llm.source, parts=placed.readers[self.name].parts)
             if outline

@@ -36,7 +36,7 @@ from sharding import placement, rules, tables
 
 FORMAT = 4  # raised when what is trained changes, so that old folders are not taken up
 CARDS = 16384
-HEADS, KV_HEADS = 4, 2
+LAYERS, WIDTH, HEADS, KV_HEADS = 2, 128, 4, 2  # of a reader
 POSITIONS = 1024  # that a reader learns; longer cards are left out
 TEXT_WEIGHT = 0.2  # of a token that is not the answer's, in the loss
 # Muon learns to look a value up in a third of Adam's steps; rate and warm-up are the configuration's.
@@ -46,7 +46,6 @@ OPTIM = config.Optim(
     warmup_steps=0,
     end_fraction=0.1,
     weight_decay=0.01,
-    decays="matrices",
     clip_norm=1.0,
     b2=0.99,
 )
@@ -90,9 +89,9 @@ def style(cfg: Config) -> str:
 
 
 def folder(cfg: Config, source: str) -> Path:
-    """Returns where this reader's folder belongs: one per sizes, prompt and cards."""
-    sizes, prompt = dataclasses.asdict(cfg.selfmade), dataclasses.asdict(cfg.prompt)
-    name = content_hash([FORMAT, family(source), sizes, prompt, cfg.data.facts, style(cfg)], size=8)
+    """Returns where this reader's folder belongs: one per training, prompt and cards."""
+    training, prompt = dataclasses.asdict(cfg.selfmade), dataclasses.asdict(cfg.prompt)
+    name = content_hash([FORMAT, family(source), training, prompt, cfg.data.facts, style(cfg)], size=8)
     return sources.cache_root() / "selfmade" / f"{family(source)}-{name}"
 
 
@@ -105,15 +104,14 @@ def finished_folder(cfg: Config, source: str) -> Path:
 
 def decoder_config(cfg: Config, source: str) -> decoder.DecoderConfig:
     kind = FAMILIES[family(source)]
-    sizes = cfg.selfmade
     return decoder.DecoderConfig(
         vocab=kind.vocab,
-        width=sizes.width,
-        layers=sizes.layers,
+        width=WIDTH,
+        layers=LAYERS,
         heads=HEADS,
         kv_heads=KV_HEADS,
-        head_dim=sizes.width // HEADS,
-        ffn=2 * sizes.width,
+        head_dim=WIDTH // HEADS,
+        ffn=2 * WIDTH,
         rope_theta=kind.rope_theta,
         norm_eps=1e-6,
         max_positions=POSITIONS,
@@ -167,15 +165,15 @@ def _is_made(path: Path) -> bool:
 
 def _training_config(cfg: Config) -> Config:
     """Returns the configuration of the readers' own training: one stage, seed 0, the steps of `cfg.selfmade`."""
-    sizes = cfg.selfmade
+    spec = cfg.selfmade
     return dataclasses.replace(
         cfg,
         seed=0,
         stages=config.Stages(),
         train=dataclasses.replace(
-            cfg.train, steps=sizes.steps, global_batch=sizes.batch, micro_batch=0, log_every=100, eval_every=0
+            cfg.train, steps=spec.steps, global_batch=spec.batch, micro_batch=0, log_every=100, eval_every=0
         ),
-        optim=dataclasses.replace(OPTIM, learning_rate=sizes.learning_rate, warmup_steps=sizes.steps // 10),
+        optim=dataclasses.replace(OPTIM, learning_rate=spec.learning_rate, warmup_steps=spec.steps // 10),
     )
 
 

@@ -35,6 +35,8 @@ INNER = ("first", "before", "after")  # fast weights for the inner loss of a chu
 class TTT(Recipe):
     """See `training.recipe.Recipe`. Trainable: the tree of `models/ttt.py`; frozen: {"lm": {}}."""
 
+    decays_all = True  # as the authors train
+
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
         """Describes the model; an `outline` needs no text and, where ttt.vocab is set, no tokenizer."""
         self.cfg, self.placement, self.outline = cfg, placed, outline
@@ -199,7 +201,6 @@ class TTT(Recipe):
         return ttt.Mode(
             precision.of(self.cfg.compute.dtype, self.placement.platform),
             form=spec.form,
-            unroll_layers=spec.unroll_layers,
             remat=self.cfg.compute.remat,
             constrain=shards.keep_rows(self.placement.learner),
             measured=measured,

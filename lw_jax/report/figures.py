@@ -49,12 +49,15 @@ class Panel:
     is_logarithmic: bool
 
 
-def draw_panels(panels: Sequence[Panel], *, borders: Sequence[tuple[str, int]] = ()) -> Figure:
+def draw_panels(
+    panels: Sequence[Panel], *, borders: Sequence[tuple[str, int]] = (), label: str = "optimizer step"
+) -> Figure:
     """Returns the panels in one column over the same steps.
 
     Args:
         panels: at least one.
         borders: (name, first step) of each stage of the run; a single one is not drawn.
+        label: of the steps.
     """
     figure = Figure(figsize=(10, 0.7 + 2.4 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
@@ -81,7 +84,7 @@ def draw_panels(panels: Sequence[Panel], *, borders: Sequence[tuple[str, int]] =
         place.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
         if len(borders) > 1:
             _draw_borders(place, borders, named=place is axes[0])
-    axes[-1].set_xlabel("optimizer step")
+    axes[-1].set_xlabel(label)
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 

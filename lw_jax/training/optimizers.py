@@ -35,10 +35,8 @@ B1, EPS = 0.9, 1e-8  # of Adam: decay of the first moment, and what is added to 
 _AS_ADAM = 0.2  # RMS of a matrix update, as Adam's: one learning rate serves both (arXiv 2502.16982)
 
 
-def decays(tree: Tree, which: str = "matrices") -> Tree:
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: which == "all" or not _NO_DECAY.fullmatch(rules.path_of(path)), tree
-    )
+def decays(tree: Tree) -> Tree:
+    return jax.tree_util.tree_map_with_path(lambda path, _: not _NO_DECAY.fullmatch(rules.path_of(path)), tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,13 +96,16 @@ def _muon() -> optax.GradientTransformation:
     )
 
 
-def make(cfg: config.Optim, *, phases: Sequence[Phase], rates: Rates, abstract: Tree) -> optax.GradientTransformation:
+def make(
+    cfg: config.Optim, *, phases: Sequence[Phase], rates: Rates, abstract: Tree, decays_all: bool = False
+) -> optax.GradientTransformation:
     """AdamW or Muon with clipping over the leaves of `abstract` whose rate is not 0; the others have no state.
 
     In a phase where a leaf's rate is 0, its gradient is not part of the global norm and its moments and their count
     do not change.
 
-    Muon (`optim.kind`) orthogonalises the momentum of a matrix by five Newton-Schulz iterations.
+    Muon (`optim.kind`) orthogonalises the momentum of a matrix by five Newton-Schulz iterations. With `decays_all`
+    weight decay reaches every leaf that learns, not matrices alone.
 
     Raises `sharding.errors.PlacementError` unless `rates` covers every leaf and each of its rows decides one.
     """
@@ -126,7 +127,7 @@ def make(cfg: config.Optim, *, phases: Sequence[Phase], rates: Rates, abstract: 
             direction = _muon() if label.startswith("muon") else optax.scale_by_adam(B1, cfg.b2, EPS)
             parts[label] = _in_phases(direction, trains[row], phases)
     frozen = jax.tree.map(lambda label: label == "frozen", labels)
-    decayed = jax.tree.map(lambda decays, still: decays and not still, decays(abstract, cfg.decays), frozen)
+    decayed = jax.tree.map(lambda own, still: (decays_all or own) and not still, decays(abstract), frozen)
     waits = any(any(one) and not all(one) for one in trains)
     whole = optax.chain(
         optax.masked(optax.set_to_zero(), frozen),  # what is frozen or waits is no part of the norm

@@ -47,6 +47,7 @@ class Recipe:
 
     placement: Placement
     rates: Rates = ((".*", 1.0),)  # learning rate multipliers by path of the trainable tree
+    decays_all = False  # weight decay reaches norms, biases, gains and embeddings too
     has_alarm = False  # `collapse` judges its validations
     has_branches = False  # the loss is `share` and a `branch` per reader, so that readers can be on other devices
 

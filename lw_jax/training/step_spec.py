@@ -26,7 +26,11 @@ class StepSpec:
         self.cfg, self.recipe, self.placement = cfg, recipe, recipe.placement
         self.phases = [optimizers.Phase(steps, stage.rate) for _, stage, steps in config.stages(cfg)]
         self.optimizer = optimizers.make(
-            cfg.optim, phases=self.phases, rates=recipe.rates, abstract=recipe.abstract().trainable
+            cfg.optim,
+            phases=self.phases,
+            rates=recipe.rates,
+            abstract=recipe.abstract().trainable,
+            decays_all=recipe.decays_all,
         )
         self.step = train_step.make(recipe, self.placement, self.optimizer, seed=cfg.seed)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lw_jax.core import processes, runtime
+from lw_jax.core import processes, runtime, tree
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.progress import phase
@@ -162,7 +162,7 @@ class Run:
         return weights.frozen
 
     def _describe_batch(self) -> str:
-        trainable = sum(leaf.size for leaf in jax.tree.leaves(self.state["trainable"]))
+        trainable = tree.count(self.state["trainable"])
         cut = self.step_spec.cut(self.accumulation)
         padding = cut.describe(micro_batch=bool(self.cfg.train.micro_batch))
         less = f" - {cut.filling} padding rows" if padding else ""

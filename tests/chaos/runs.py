@@ -26,7 +26,7 @@ def get_config():
     c = base.get_config("ttt")
     c.data.update(train={text!r}, validation="", held_out=0.1)
     c.ttt.update(layers=1, width=16, heads=2, ffn=24, chunk=4, length=12)
-    c.optim.update(warmup_steps=2, learning_rate=3e-3, decays="all", weight_decay=0.1)
+    c.optim.update(warmup_steps=2, learning_rate=3e-3, weight_decay=0.1)
     c.train.update(steps={steps}, global_batch=8, log_every=1, alarm_step=0)
     c.train.update(eval_every={every}, checkpoint_every={every})
     c.compute.remat = "none"

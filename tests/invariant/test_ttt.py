@@ -176,15 +176,9 @@ def test_one_batch_is_learned_by_heart(root, inner):
     assert abs(first - np.log(257)) < 0.2 and float(values["loss"]) < LEARNED
 
 
-def test_decay_reaches_every_leaf_where_it_is_asked_to(root):
-    def shrunk(which):
-        recipe = tiny.make_ttt(root, optim__decays=which, optim__learning_rate=1e-2, optim__weight_decay=0.5)
-        trainable = jax.tree.map(jnp.ones_like, recipe.build().trainable)
-        optimizer = StepSpec(recipe.cfg, recipe).optimizer
-        updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, trainable), optimizer.init(trainable), trainable)
-        return {jax.tree_util.keystr(path): float(leaf.max()) < 0 for path, leaf in
-                jax.tree_util.tree_leaves_with_path(updates)}  # fmt: skip
-
-    assert all(shrunk("all").values())
-    some = shrunk("matrices")
-    assert not some["['embed']"] and not some["['norm']"] and some["['layers']['w1']"] and some["['layers']['q']"]
+def test_decay_reaches_every_leaf(root):
+    recipe = tiny.make_ttt(root, optim__learning_rate=1e-2, optim__weight_decay=0.5)
+    trainable = jax.tree.map(jnp.ones_like, recipe.build().trainable)
+    optimizer = StepSpec(recipe.cfg, recipe).optimizer
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, trainable), optimizer.init(trainable), trainable)
+    assert all(float(leaf.max()) < 0 for leaf in jax.tree.leaves(updates))

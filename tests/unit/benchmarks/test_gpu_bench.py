@@ -29,9 +29,9 @@ def test_small_run_measures_its_cases(tmp_path):
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("case", gpu.CASES, ids=lambda case: case.name)
 def test_every_case_is_a_configuration_whose_arithmetic_can_be_counted(case, small):
-    file, values = (case.small_config, case.small_values) if small else (case.config, case.values)
+    file, values = case.of(small=small)
     made = config_file.load(f"configs/{file}", root=ROOT)
-    config_file.override(made, dict(value.split("=", 1) for value in values.split()))
+    config_file.override(made, values)
     cfg = config.build(made)
     validation.validate(cfg)
     assert workload.step_flops(cfg) > 0

@@ -29,7 +29,6 @@ class Stand:
     """Stands for both sides: seconds and differences by a variant's name; None fails."""
 
     def __init__(self, seconds, wrong=()):
-        self.args = peer.argparse.Namespace(rounds=2, steps=1)
         self.seconds, self.wrong, self.checked = seconds, wrong, []
 
     def turn(self, variant, part, *, warmup, steps):
@@ -48,7 +47,8 @@ NAMES = [(one.side, one.name) for one in STEP]
 
 @pytest.mark.parametrize(("wrong", "second"), [(NAMES[-1], 6.0), (NAMES[-2], 5.0)])
 def test_variant_that_computes_something_else_is_refused(wrong, second):
-    told = peer.compare(Stand(dict(zip(NAMES, (2.0, 1.0, 8.0, 6.0, 5.0), strict=True)), {wrong}), "step", STEP)
+    sides = Stand(dict(zip(NAMES, (2.0, 1.0, 8.0, 6.0, 5.0), strict=True)), {wrong})
+    told = peer.compare(sides, "step", STEP, 2, 1)
     assert told["ratio"]["median"] == second / 2
     (row,) = [row for row in told["rows"] if (row["side"], row["variant"]) == wrong]
     assert not row["counted"] and "grad_norm" in row["why"]

@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks import scaling
+from benchmarks import common, scaling
 from benchmarks.scaling import Point
 from lw_jax.core import environment
 
@@ -25,19 +25,18 @@ def test_weak_keeps_a_devices_batch_strong_the_whole_one_and_length_the_tokens()
 
 def test_command_writes_planned_and_measured_rows_side_by_side(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(environment, "prepare_compiler", lambda **_: None)
-    monkeypatch.setattr(environment, "reserve_memory", lambda: None)
     monkeypatch.setattr(scaling, "points", lambda told, devices, lengths: [Point("weak", 2, told["length"], 4)])
 
-    def child(words):
-        capsys.readouterr()
-        assert scaling.main(words) == 0
-        return json.loads(capsys.readouterr().out.splitlines()[-1])
+    def here(place, **words):  # in this process, on its virtual devices
+        script, name = place.split(".")
+        assert script == "scaling"
+        return json.loads(json.dumps(getattr(scaling, name)(**json.loads(json.dumps(words)))))
 
-    monkeypatch.setattr(scaling, "_child", child)
-    common = ["--config", "configs/ttt/ttt_smoke.py", *WORDS, "--workdir", str(tmp_path), "--steps", "2"]
-    assert scaling.main([*common, "--planned", "h100x2", "--estimate"]) == 0
+    monkeypatch.setattr(common, "apart", here)
+    shared = ["--config", "configs/ttt/ttt_smoke.py", *WORDS, "--workdir", str(tmp_path), "--steps", "2"]
+    assert scaling.main([*shared, "--planned", "h100x2", "--estimate"]) == 0
     assert "planned, h100" in capsys.readouterr().out
-    assert scaling.main([*common, "--measured"]) == 0
+    assert scaling.main([*shared, "--measured"]) == 0
     assert "measured, cpu" in capsys.readouterr().out
     rows = json.loads((tmp_path / "scaling.json").read_text("utf-8"))
     assert [(row["kind"], row["devices"], row["config"]) for row in rows] == [

@@ -107,7 +107,7 @@ def test_unpacked_model_is_what_its_packed_matrices_mean(params):
     ],
 )
 def test_targets_are_regexes_over_module_names(targets, names):
-    assert lora.make(rank=2, alpha=2.0, dropout=0.0, targets=targets).names == names
+    assert lora.make(rank=2, dropout=0.0, targets=targets).names == names
 
 
 @pytest.mark.parametrize(
@@ -115,4 +115,4 @@ def test_targets_are_regexes_over_module_names(targets, names):
 )
 def test_target_that_matches_nothing_is_refused_by_name(target, told):
     with pytest.raises(UserError, match=told):
-        lora.make(rank=2, alpha=2.0, dropout=0.0, targets=("k_proj", target))
+        lora.make(rank=2, dropout=0.0, targets=("k_proj", target))

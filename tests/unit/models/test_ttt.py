@@ -88,7 +88,7 @@ def test_a_step_on_a_token_lowers_the_inner_loss_of_a_model_that_has_learned_not
 
 MODES = {
     "full, recomputed": Mode(form="full", remat="full"),
-    "partly unrolled, products kept": Mode(unroll=2, unroll_layers=2, remat="dots"),
+    "partly unrolled, products kept": Mode(unroll=2, remat="dots"),
     "measured, recomputed": Mode(measured=True, remat="full", unroll=1),
 }
 

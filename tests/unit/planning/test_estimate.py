@@ -195,7 +195,7 @@ def test_seconds_and_their_order_are_those_of_the_kept_plans_of_two_large_reader
     """docs/planning.md: candidates of one to eight H100; recomputation and micro-batch as compiled."""
     plans: dict[str, list[tuple[str, float, float]]] = {}
     for row in cells("planning.md", "### H100 80 GB", "### A100 40 GB"):
-        count, strategy, mesh, remat, batch, rate = *row[:5], float(row[12])
+        count, strategy, mesh, remat, batch, rate = *row[:5], float(row[11])
         micro = int(batch.split(" x ")[0])
         asked = ("configs/large.py", f"h100x{count}", strategy, mesh, micro)
         seconds = seconds_of(*asked, compute__remat=remat)

@@ -73,7 +73,7 @@ SHAPE = {
     **{"train.global_batch": 16, "train.micro_batch": 2, "mesh.memory_gb": 0.03, "mesh.target_utilisation": 0.7},
     **{"mesh.placement": "single", "compute.dtype": "bf16", "compute.remat": "full", "compute.logits_chunk": 8},
     **{"data.context_tokens": 240, "data.question_tokens": 32, "data.answer_tokens": 16, "encoder.slots": 6},
-    **{"encoder.window": 128, "loss.kl": 1.0, "optim.kind": "muon", "optim.decays": "all", "optim.weight_decay": 0.0},
+    **{"encoder.window": 128, "loss.kl": 1.0, "optim.kind": "muon", "optim.weight_decay": 0.0},
     **{
         "eval.batch": 4,
         "eval.max_new_tokens": 5,

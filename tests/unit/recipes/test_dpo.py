@@ -40,7 +40,7 @@ def make_config(root, **changes):
     c = base.get_config("dpo")
     c.llms.policy = base.llm(str(root / "model"))
     c.data.update(train=str(root / "pairs.jsonl"), validation="", held_out=0.2)
-    c.lora.update(rank=3, alpha=6.0)
+    c.lora.update(rank=3)
     c.dpo.max_length = 96
     c.optim.update(warmup_steps=1, learning_rate=1e-2)
     c.train.update(steps=6, global_batch=8, log_every=1, checkpoint_every=3)

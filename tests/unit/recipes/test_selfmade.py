@@ -42,7 +42,7 @@ def test_any_text_survives_the_tokenizer(family, tmp_path):
 def test_folder_is_named_by_what_the_reader_is_made_of(cfg):
     named = {selfmade.folder(cfg, "selfmade:llama"), selfmade.folder(cfg, "selfmade:qwen")}
     for changes in (
-        {"selfmade": dataclasses.replace(cfg.selfmade, width=132)},
+        {"selfmade": dataclasses.replace(cfg.selfmade, batch=66)},
         {"selfmade": dataclasses.replace(cfg.selfmade, steps=7)},
         {"prompt": dataclasses.replace(cfg.prompt, anchor="\nReply:")},
         {"data": dataclasses.replace(cfg.data, facts=3)},

@@ -19,7 +19,6 @@ CFG = config.Optim(
     warmup_steps=10,
     end_fraction=0.1,
     weight_decay=0.0,
-    decays="matrices",
     clip_norm=1e9,
     b2=0.99,
 )
@@ -57,8 +56,8 @@ def gradients(params):
     return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), params)
 
 
-def first_update(cfg, params, gradients, rates=RATES):
-    made = optimizers.make(cfg, phases=[Phase(100)], rates=rates, abstract=params)
+def first_update(cfg, params, gradients, rates=RATES, **more):
+    made = optimizers.make(cfg, phases=[Phase(100)], rates=rates, abstract=params, **more)
     updates, state = made.update(gradients, made.init(params), params)
     return updates, state
 
@@ -96,7 +95,7 @@ def test_first_step_is_the_rate_times_each_subtree_s_multiple(params, gradients)
 @pytest.mark.parametrize("which", ["matrices", "all"])
 def test_decay_pulls_matrices_or_all(params, which):
     zero = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = first_update(replace(weight_decay=0.5, decays=which), params, zero)
+    updates, _ = first_update(replace(weight_decay=0.5), params, zero, decays_all=which == "all")
     found, weights = paths(updates), paths(params)
     decayed = {path for path, update in found.items() if np.asarray(update).any()}
     matrices = {"adapters/a/down/kernel", "encoder/body/layers/q", "encoder/head/project/kernel"}
