@@ -29,6 +29,7 @@ from lw_jax.models import cache_choice, cache_code, cache_message
 from lw_jax.models.cache_code import Code
 from lw_jax.models.cache_codec import Statistics
 from lw_jax.recipes.cache_held_out import HeldOut, guess_step
+from lw_jax.training import wire_tensors
 from sharding import place
 
 if TYPE_CHECKING:
@@ -145,7 +146,10 @@ def _fit(
                 filled = _fill(first, y, padded, variance=variance, **settings)
                 states.replace(begin, np.asarray(filled)[: len(part)])
                 done.advance(len(part))
-            code = cache_code.fit_basis(states.chunks, first.mean, first.scale, width)
+            mean = jnp.asarray(wire_tensors.round_int8(first.mean))
+            code = cache_code.fit_basis(states.chunks, mean, first.scale, width)
+            # In int8 an exported wire is the same code: its messages have the bytes that are found here.
+            code = code._replace(basis=jnp.asarray(wire_tensors.round_int8(code.basis)))
             variance = _variance(code, states)
     return {**code._asdict(), "variance": variance, "tables": jnp.asarray(np.stack(tables), jnp.float32)}, states.count
 

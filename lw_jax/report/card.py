@@ -336,7 +336,8 @@ def _limits(run: Run, wire: WireFolder) -> str:
             f"- No hub has {' or '.join(made)}: the command above makes them, with these hashes only where the "
             "arithmetic is that of the machine that trained."
         )
-    if wire.dtype != "fp32":
+    exact = wire.dtype == "fp32" or (_is_cache(run) and wire.dtype == "int8" and not wire.step)
+    if not exact:
         writer = "wire" if _is_cache(run) else "encoder"
         lines.append(
             f"- In {wire.dtype} this {writer} has a fingerprint of its own: it refuses messages of the run itself."

@@ -54,6 +54,14 @@ def part_bytes(params: Tree, dtype: DType) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
+def round_int8(values: np.ndarray) -> np.ndarray:
+    """Returns fp32 values near these that int8 holds exactly: those that `write` and `read` give back bit for bit."""
+    values = np.asarray(values, np.float32)
+    # A scale of 8 bits times a code of 7 fits into a float's fraction; it is cut down, so that the largest code is 127.
+    scale = (_scale(values).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    return _codes(values, np.maximum(scale, np.finfo(np.float32).tiny)) * scale
+
+
 def read(folder: Path, shapes: Tree, *, without: Collection[str] = ()) -> Tree:
     """Returns the arrays of a wire folder on the shardings of `shapes`, which have no part for the readers `without`.
 
@@ -106,10 +114,17 @@ def _pack(name: str, values: np.ndarray, dtype: DType) -> dict[str, np.ndarray]:
         return {name: np.asarray(values, order="C")}
     if dtype == "bf16":
         return {name: np.ascontiguousarray(values.astype(ml_dtypes.bfloat16))}
+    scale = _scale(values)
+    return {name: np.ascontiguousarray(_codes(values, scale).astype(np.int8)), name + SCALE: scale}
+
+
+def _scale(values: np.ndarray) -> np.ndarray:
     largest = np.abs(values).max(axis=-1, keepdims=True)
-    scale = np.where(largest > 0, largest / _LEVELS, 1).astype(np.float32)
-    codes = np.rint(values / scale).clip(-_LEVELS, _LEVELS).astype(np.int8)
-    return {name: np.ascontiguousarray(codes), name + SCALE: scale}
+    return np.where(largest > 0, largest / _LEVELS, 1).astype(np.float32)
+
+
+def _codes(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    return np.rint(values / scale).clip(-_LEVELS, _LEVELS) + 0.0  # no -0, which int8 does not have
 
 
 def _unpack(stored: Mapping[str, Stored], name: str, leaf: Any) -> np.ndarray:

@@ -38,7 +38,6 @@ TEXT = "Mira keeps a copper lantern in the old mill. Tom keeps a silver bell in 
 QUESTION = "What does Mira keep?"
 LIMIT = 512  # positions of a window, and of LongRope's short frequencies
 ALIKE = 0.99  # correlation of logits: all numbers of a token, about a byte each
-INT8 = 0.01  # nats between what readers say next, with a basis in int8 and in fp32
 
 
 def make_config(root, **changes):
@@ -226,28 +225,25 @@ def exported(run, tmp_path_factory):
     return folder
 
 
-def test_an_exported_wire_is_int8_and_answers_as_the_run(run, wire, exported, capsys):
+def test_an_exported_wire_in_int8_is_the_code_of_the_run(run, wire, exported, capsys):
     other = lw_jax.load_wire(exported)
     assert isinstance(other, CodedWire)
-    assert other.fingerprint != wire.fingerprint, "its arrays are rounded"
-    for name in ("llama", "qwen"):
-        own, packed = wire.trainable["codes"][name], other.trainable["codes"][name]
-        assert all(np.array_equal(own[key], packed[key]) for key in ("zero", "decay", "variance", "step", "scale"))
-        largest = np.abs(own["basis"]).max(axis=1, keepdims=True)
-        assert 0 < np.abs((own["basis"] - packed["basis"]) / largest).max() <= 0.5 / 127 + 1e-6
-        # The same text in the rounded basis: what the reader says next is as likely as in the exact one.
-        logits = []
-        for one in (wire, other):
-            prompt, _ = next(one._prompts([(one.write(TEXT), QUESTION)], name))
-            logits.append(np.asarray(one.recipe.wire.begin(one.frozen[name], name, prompt, max_new_tokens=1)[0][0]))
-        likely = [one - np.log(np.exp(one).sum()) for one in logits]
-        assert (np.exp(likely[0]) * (likely[0] - likely[1])).sum() < INT8
-    with pytest.raises(UserError, match=other.codings["qwen"].fingerprint):
-        other.read(wire.write(TEXT), "qwen", QUESTION)
+    jax.tree.map(np.testing.assert_array_equal, wire.trainable, other.trainable)
+    message = wire.write(TEXT)
+    assert other.write(TEXT) == message and other.fingerprint == wire.fingerprint
+    assert other.read(message, "qwen", QUESTION) == wire.read(message, "qwen", QUESTION)
     assert tiny.ask(run[1], exported, context=TEXT, question=[QUESTION]) == 0
     told = capsys.readouterr().out
-    assert f"qwen from message: {other.read(other.write(TEXT), 'qwen', QUESTION)}" in told
-    assert f"qwen from text:    {other.read_text(TEXT, 'qwen', QUESTION)}" in told
+    assert f"qwen from message: {wire.read(message, 'qwen', QUESTION)}" in told
+    assert f"qwen from text:    {wire.read_text(TEXT, 'qwen', QUESTION)}" in told
+
+
+def test_an_export_in_another_dtype_has_a_code_of_its_own(run, wire, tmp_path):
+    assert tiny.call("export", run[1], run[0], wire=str(tmp_path / "bf16"), dtype="bf16") == 0
+    other = lw_jax.load_wire(tmp_path / "bf16")
+    assert isinstance(other, CodedWire)
+    with pytest.raises(UserError, match=other.codings["qwen"].fingerprint):
+        other.read(wire.write(TEXT), "qwen", QUESTION)
 
 
 def test_an_exported_wire_has_a_card_with_hashes_and_what_it_weighs(exported):
@@ -311,7 +307,7 @@ def test_the_tree_is_what_is_described(wire):
     )
     code = wire.trainable["codes"]["llama"]
     np.testing.assert_allclose(np.asarray(code["tables"]).mean(axis=(1, 2)), 1 / np.arange(1, 17), atol=0.02)
-    np.testing.assert_allclose(code["basis"] @ code["basis"].T, np.eye(len(code["basis"])), atol=1e-4)
+    np.testing.assert_allclose(code["basis"] @ code["basis"].T, np.eye(len(code["basis"])), atol=0.02)
     assert cache_codec.bits(cache_message.statistics_of(code, 2), wire.section(wire.write(TEXT), "llama").numbers) > 0
 
 

@@ -110,6 +110,19 @@ def test_smaller_types_keep_the_likelihood_and_are_what_the_format_says(trained,
     assert kinds == {"F32", {"bf16": "BF16", "int8": "I8"}[dtype]}
 
 
+def test_rounded_values_are_held_by_int8_bit_for_bit(tmp_path):
+    values = np.random.default_rng(0).normal(size=(3, 64, 40)).astype(np.float32) * np.geomspace(1e-6, 1e3, 64)[:, None]
+    values[0, 0] = 0
+    rounded = wire_tensors.round_int8(values)
+    assert (np.abs(rounded - values) <= np.abs(values).max(axis=-1, keepdims=True) / 126).all()
+    wire_tensors.write(tmp_path / "t.safetensors", {"a": rounded.astype(np.float32)}, "int8")
+    stored = read_safetensors(tmp_path / "t.safetensors")
+    assert stored["a"].kind == "I8"
+    codes, scale = read_tensor(stored["a"], np.int8), read_tensor(stored["a.scale"], np.float32)
+    assert (codes * scale).tobytes() == rounded.tobytes()
+    assert np.abs(codes).max(axis=-1).min() == 0 and (np.abs(codes).max(axis=-1) == 127).sum() == 3 * 64 - 1
+
+
 def test_folder_holds_the_configuration_the_models_hashes_and_a_card_without_paths(root, trained, exported):
     folder = exported["bf16"]
     assert {path.name for path in folder.iterdir()} == {"config.json", "wire.safetensors", "README.md"}
