@@ -23,8 +23,8 @@ from lw_jax.models.cache_message import Sent
 from lw_jax.models.wire import Prompt
 from sharding import place
 
-TOLERANCE = 0.05  # of a step, between that for which the numbers were found and that to which they are rounded
-MOST_SOLVES = 4
+TOLERANCE = 0.01  # of the bytes of a message
+MOST_SOLVES = 6
 SURELY = 2.0  # standard errors
 
 
@@ -177,8 +177,8 @@ def find_rate(
 ) -> Statistics:
     """Returns the step at which messages have config.message.bytes a token, `limit`, and its statistics.
 
-    Numbers depend little on the step for which they are found: a few of these find it. The order of keys and the
-    biases, which a message has beside its numbers, are in its bytes.
+    Numbers are written for a step, so a few trials find it. The order of keys and the biases, which a message has
+    beside its numbers, are in its bytes.
 
     Args:
         write: returns for a step the numbers f32[n w] of some texts, not rounded, and what makes what is sent of each;
@@ -190,25 +190,56 @@ def find_rate(
     Raises:
         UserError: messages are longer however large the step is.
     """
-    beside = found = None
+    beside, tried = None, list[_Trial]()
     for _ in range(MOST_SOLVES):
         z, send = write(step)
-        largest = max(float(np.abs(z).max()), 1e-30)
-        if largest > cache_codec.LARGEST * step:
-            step = largest / cache_codec.LARGEST * (1 + TOLERANCE)
+        least = max(float(np.abs(z).max()), 1e-30) / cache_codec.LARGEST
+        if least > step:
+            step = least * (1 + TOLERANCE)
             continue
         beside = _bytes_beside(send(), tables) if beside is None else beside
-        between = (largest / cache_codec.LARGEST, largest)
-        try:
-            found = cache_codec.find_step(functools.partial(_round, z), limit - beside, between=between)
-        except UserError as error:
-            told = f"{beside:.1f} of them for the order of keys and biases"
-            raise UserError(f"config.message.bytes = {limit:g}, {told}: {error}") from error
-        if abs(found.step / step - 1) < TOLERANCE:
+        numbers = _round(z, step)
+        found = cache_codec.fit_statistics(numbers, step)
+        tried.append(_Trial(step, beside + cache_codec.bits(found, numbers) / 8 / len(numbers), found))
+        if abs(tried[-1].size / limit - 1) < TOLERANCE:
             break
-        step = found.step
-    assert found is not None, "a step that is too small is one only once"
-    return found
+        step = _secant(tried, limit) or _step_for(z, limit - beside, (least, cache_codec.LARGEST * least), beside)
+        step = max(step, float(np.float32(least)))
+        if step == tried[-1].step:  # the least one: no more can be said
+            break
+    assert tried, "a step that is too small is one only once"
+    return tried[-1].found
+
+
+class _Trial(NamedTuple):
+    """A step, the bytes a token of messages that are written for it, and their statistics."""
+
+    step: float
+    size: float
+    found: Statistics
+
+
+def _step_for(z: np.ndarray, limit: float, between: tuple[float, float], beside: float) -> float:
+    """Returns the step at which these numbers take `limit` bytes a token; written for it they are others."""
+    try:
+        return cache_codec.find_step(functools.partial(_round, z), limit, between=between).step
+    except UserError as error:
+        told = f"{beside:.1f} of them for the order of keys and biases"
+        raise UserError(f"config.message.bytes = {limit + beside:g}, {told}: {error}") from error
+
+
+def _secant(tried: Sequence[_Trial], limit: float) -> float | None:
+    """Returns the step of `limit` bytes by the line through the last two trials, of the logs of both.
+
+    None where there is no such line: of one trial, or where nearly all numbers are 0.
+    """
+    if len(tried) < 2:
+        return None
+    one, other = tried[-2:]
+    run, rise = math.log(other.step / one.step), math.log(other.size / one.size)
+    if not run or not -4 < rise / run < -0.3:
+        return None
+    return float(np.float32(other.step * (limit / other.size) ** (run / rise)))
 
 
 def _bytes_beside(sections: Sequence[Section], tables: Float[np.ndarray, "r l k"]) -> float:
