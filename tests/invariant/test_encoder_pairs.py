@@ -51,7 +51,6 @@ def test_stopped_run_goes_on_bit_equal(root, keys, whole, tmp_path):
         {"devices": 3, "train__micro_batch": 2},
         {"devices": 2, "strategy": "fsdp"},
         {"devices": 4, "model": 2, "strategy": "tensor"},
-        {"devices": 4, "strategy": "split"},
         {"devices": 3, "strategy": "hybrid3", "train__micro_batch": 4},
     ],
     ids=lambda placed: placed.get("strategy", "replicate"),

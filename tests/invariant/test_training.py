@@ -124,7 +124,7 @@ def test_another_seed_trains_other_weights(root, single, tmp_path):
 
 
 def test_frozen_weights_do_not_move(root):
-    recipe = tiny.make_recipe(root)
+    recipe = tiny.make_recipe(root, only="qwen")
     run = trainer.Run(recipe.cfg, recipe, None, None)
     before = jax.device_get(recipe.load_frozen())
     built = recipe.build()

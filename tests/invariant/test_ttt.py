@@ -33,12 +33,9 @@ def alone(root, tmp_path_factory):
 
 
 PLACED = {
-    "replicate 8": {"devices": 8},
     "fsdp 8": {"devices": 8, "strategy": "fsdp"},
     "replicate 3": {"devices": 3},
     "fsdp 3 accumulate 2": {"devices": 3, "strategy": "fsdp", "train__micro_batch": 2},
-    "accumulate 4": {"train__micro_batch": 2},
-    "fsdp 2 accumulate 2": {"devices": 2, "strategy": "fsdp", "train__micro_batch": 2},
     "full, chunked loss, wider table": {
         "devices": 2,
         "ttt__form": "full",

@@ -47,7 +47,7 @@ SWEEP = {
 
 
 def test_a_sweep_plans_once_and_has_its_own_hours(root, measure, cache, monkeypatch):
-    cfg = make_searched_config(root, mesh__memory_gb=0.02)
+    cfg = make_searched_config(root, mesh__memory_gb=0.02, mesh__placement="replicate")
     first = planner.make(cfg, "h100x2", estimate=True)
     monkeypatch.setattr(gpus, "compile_devices", lambda target: jax.devices()[:2])
     planned = planner.make(cfg, "h100x2")
