@@ -1,4 +1,4 @@
-"""A wire of keys and values: one curve on any devices, resumed bit by bit, read by packed readers and by a late one."""
+"""A wire of keys and values: one curve on any devices, read by packed readers and by a late one."""
 
 import jax
 import numpy as np
@@ -50,14 +50,6 @@ def test_random_start_is_the_same_on_any_devices(root, tmp_path):
     _, losses, _ = tiny.unsaved_curve(tiny.make_recipe(root, **random), tmp_path / "one")
     _, others, _ = tiny.unsaved_curve(tiny.make_recipe(root, devices=4, model=2, **random), tmp_path / "four")
     np.testing.assert_allclose(others, losses, rtol=LOSS)
-
-
-def test_a_stopped_run_goes_on_bit_by_bit(root, alone, tmp_path):
-    assert tiny.curve(tiny.make_recipe(root, **changes(root)), tmp_path / "run", stop=lambda step: step == 3)[0] != 0
-    code, losses, trainable = tiny.curve(tiny.make_recipe(root, **changes(root)), tmp_path / "run")
-    assert code == 0
-    np.testing.assert_array_equal(losses, alone[1])
-    jax.tree.map(np.testing.assert_array_equal, trainable, alone[2])
 
 
 def wire_of(recipe, trainable) -> TrainedWire:

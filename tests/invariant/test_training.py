@@ -149,11 +149,6 @@ def test_other_frozen_weights_are_refused_by_name(root, resumed, tmp_path):
         Checkpointer(folder / "checkpoints", keep=2, identity=recipe.identity())
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_with_advice(root, tmp_path):
-    with pytest.raises(UserError, match=r"step \d+: train/loss is (nan|inf).*learning_rate"):
-        curve(tiny.make_recipe(root, only="llama", optim__learning_rate=1e15, optim__clip_norm=1e15), tmp_path / "run")
-
-
 def test_metrics_have_the_promised_names(single):
     row = json.loads((single[3] / "metrics.jsonl").read_text().splitlines()[0])
     assert {"step", "examples", "train/loss", "train/nll/llama", "train/nll/qwen", "train/learning_rate"} <= row.keys()

@@ -158,7 +158,6 @@ CURVE = {"adapter__kind": "kv", "loss__kl": 0.5, "stages__pretrain__share": 0.4,
 PLACED = {
     "split": {"devices": 2, "strategy": "split", "train__micro_batch": 2},
     "replicate 3, accumulate 2": {"devices": 3, "train__micro_batch": 2},
-    "data 2 x tensor 2": {"devices": 4, "model": 2, "strategy": "tensor"},
 }
 
 
