@@ -48,8 +48,8 @@ def test_drawn_arrays_lie_where_their_shapes_say_and_are_never_zero():
 
 
 @pytest.mark.slow
-def test_timed_steps_are_steps(tmp_path_factory):
-    recipe = tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers", train__global_batch=2)
+def test_timed_steps_are_steps(root):
+    recipe = tiny.make_recipe(root, train__global_batch=2)
     program = StepSpec(recipe.cfg, recipe)
     seen = []
 

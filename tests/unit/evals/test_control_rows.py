@@ -25,9 +25,8 @@ DIFFERENT = 1e-3  # nats; the losses of one example may come that near by chance
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
+def measured(root):
     """(recipe, functions, weights, what was measured, its records) of one reader."""
-    root = tmp_path_factory.getbasetemp() / "readers"
     cfg = tiny.make_config(root)
     cfg = dataclasses.replace(cfg, llms={"qwen": cfg.llms["qwen"]})
     recipe = LatentWire(cfg, placement.place("single", {"qwen": 1}))

@@ -18,9 +18,9 @@ TOO_LONG = " ".join(["Lisbon"] * 30)  # beyond data.answer_tokens
 
 
 @pytest.fixture(scope="module")
-def wire(tmp_path_factory):
+def wire(root):
     """(recipe, weights, bench, options, what was measured) of two readers."""
-    recipe = tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers")
+    recipe = tiny.make_recipe(root)
     built = recipe.build()
     changes = {"examples": COUNT, "batch": BATCH, "rows": ("latents",), "max_new_tokens": 2}
     options = dataclasses.replace(recipe.cfg.eval, **changes)

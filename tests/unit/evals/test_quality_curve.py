@@ -35,9 +35,9 @@ class Recorder(WireFunctions):
 
 
 @pytest.fixture(scope="module")
-def wire(tmp_path_factory):
+def wire(root):
     """(recorder, bench, (options, stage), what was measured) of one reader."""
-    recipe = tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers", only="qwen")
+    recipe = tiny.make_recipe(root, only="qwen")
     bench = tiny.make_bench(recipe, recipe.build())
     recorder = Recorder(recipe.wire, recipe.placement)
     recorder.seen = []
