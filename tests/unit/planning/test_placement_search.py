@@ -247,7 +247,7 @@ def test_no_candidate_holds_less_than_one_example_a_device(batch, root, measure)
 
 def test_a_second_fsdp_is_tried_only_where_widths_do_not_divide(root, measure):
     """Widths of 48 and 56 divide by 2, 4 and 8, not both by 3, 5, 6 or 7."""
-    cfg = make_searched_config(root, train__global_batch=64, mesh__placement="fsdp")
+    cfg = make_searched_config(root, train__global_batch=64)
     tried = {
         count: [(one.mesh, one.fits) for one in placement_search.choose(cfg, hardware(count)) if one.strategy == "fsdp"]
         for count in (4, 6, 7)
