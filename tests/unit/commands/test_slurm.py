@@ -78,7 +78,8 @@ def test_a_data_file_that_is_not_there_is_told_and_refused_where_the_job_is_queu
         call(changes=missing, submit=True)
 
 
-def test_sizes_that_cannot_be_compared_cost_no_job(call, tmp_path: Path, capsys) -> None:
+def test_sizes_that_cannot_be_compared_cost_no_job(call, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(size_comparison, "SIZES", {"single": 1})
     call(PLAN, others=None, target="16xh100x8")  # more GPUs than the arithmetic places
     assert (tmp_path / "runs" / "mine" / "job.sbatch").is_file()
     told = capsys.readouterr().out
