@@ -85,6 +85,12 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ.setdefault("LW_JAX_CACHE", str(tmp_path_factory.mktemp("lw_jax_cache")))
 
 
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the two tiny readers, which `tests.tiny` writes there once; some files have another."""
+    return tmp_path_factory.getbasetemp() / "readers"
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _forgotten_programs() -> Iterator[None]:
     """Frees compiled programs where the process takes much: those of the whole suite would take several GB."""

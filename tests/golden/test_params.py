@@ -155,8 +155,7 @@ def test_ttt_tree_its_placements_its_decay_and_the_tensors_it_comes_from_are_unc
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_trainable_tree_and_how_it_learns_are_unchanged(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    root = tmp_path_factory.getbasetemp() / "readers"
+def test_trainable_tree_and_how_it_learns_are_unchanged(name: str, root: Path) -> None:
     changes = dict(ENCODERS[name])
     if changes["encoder__kind"] == "lm":
         changes["encoder__source"] = str(tiny.readers(root)["qwen"])

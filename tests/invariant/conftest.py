@@ -1,13 +1,8 @@
-"""The two tiny readers and the curve that every other way of computing is held to."""
+"""The curve that every other way of computing is held to."""
 
 import pytest
 
 from tests import tiny
-
-
-@pytest.fixture(scope="session")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
 
 
 @pytest.fixture(scope="session")

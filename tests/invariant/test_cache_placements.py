@@ -14,50 +14,40 @@ from tests import tiny
 CACHE = {"encoder__kind": "cache", "encoder__ratio": 2, "encoder__width": 200, "encoder__texts": 24, "train__steps": 0}
 TEXT = "Mira keeps a copper lantern in the old mill. Tom keeps a silver bell in the new barn."
 QUESTIONS = ("What does Mira keep?", "Where is the bell?", "Who is in the barn?")
+pytestmark = pytest.mark.slow
 PLACED = {
-    "replicate 2": {"devices": 2},
     "replicate 4": {"devices": 4},
     "fsdp 2": {"devices": 2, "strategy": "fsdp"},
-    "tensor 2": {"devices": 2, "strategy": "tensor", "model": 2},
     "data 2 x tensor 2": {"devices": 4, "strategy": "tensor", "model": 2},
     "tensor 4, of 2 heads of keys": {"devices": 4, "strategy": "tensor", "model": 4},
     "split 2": {"devices": 2, "strategy": "split"},
 }
-QUICK = "data 2 x tensor 2"  # splits both the rows and the readers
+BOTH = "data 2 x tensor 2"  # splits both the rows and the readers
 NATS = 2e-3  # of an answer: integers of the code that lie between two may be rounded to either
 ROUNDED = 0.002  # share of a code's integers that other sums round to the next one
 DECODED = 1e-3  # relative, of what a basis from other sums explains
 
 
-def make(root, only="", *, devices=1, strategy="replicate", model=1):
+def make(root, *, devices=1, strategy="replicate", model=1):
     rows = ("text", "latents", "quarter")
-    cfg = tiny.make_config(root, only=only, **CACHE, message__bytes=130, eval__rows=rows)
+    cfg = tiny.make_config(root, **CACHE, message__bytes=130, eval__rows=rows)
     placed = placement.place(strategy, recipes.reader_bytes(cfg), model=model, devices=jax.devices()[:devices])
     return CacheWire(cfg, placed)
 
 
-def on_one_device(root, only=""):
-    """The wire with its codes, its message, answers and records."""
-    recipe = make(root, only)
+@pytest.fixture(scope="module")
+def one(root):
+    """The wire of one device with its codes, its message, answers and records."""
+    recipe = make(root)
     weights = recipe.build()
     wire = CodedWire(recipe, weights.trainable, weights.frozen, 0)
     return wire, *results(wire)
 
 
 @pytest.fixture(scope="module")
-def alone(root):
-    return on_one_device(root, "qwen")
-
-
-@pytest.fixture(scope="module")
-def both(root):
-    return on_one_device(root)
-
-
-@pytest.fixture(scope="module")
 def four(root):
     """The recipe on four devices, and what it starts with."""
-    recipe = make(root, "qwen", **PLACED[QUICK])
+    recipe = make(root, **PLACED[BOTH])
     return recipe, recipe.build()
 
 
@@ -68,19 +58,11 @@ def results(wire):
     return message, answers, records
 
 
-def test_four_devices_write_read_and_score_as_one(alone, four):
-    check(four[0], four[1].frozen, alone)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACED)
-def test_both_readers_write_read_and_score_alike_in_every_placement(name, root, both):
+def test_both_readers_write_read_and_score_alike_in_every_placement(name, root, one):
     recipe = make(root, **PLACED[name])
-    check(recipe, recipe.load_frozen(), both)
-
-
-def check(recipe, frozen, wanted):
-    first, message, answers, records = wanted
+    frozen = recipe.load_frozen()
+    first, message, answers, records = one
     codes = jax.device_put(jax.device_get(first.trainable), recipe.shardings().trainable)
     wire = CodedWire(recipe, codes, frozen, 0)
     assert wire.fingerprint == first.fingerprint
@@ -93,17 +75,17 @@ def check(recipe, frozen, wanted):
         # Either's message serves the other.
         assert wire.read(message, reader, list(QUESTIONS)) == first.read(message, reader, list(QUESTIONS))
     assert told == answers
-    assert [(one["reader"], one["row"], one["index"]) for one in found] == [
-        (one["reader"], one["row"], one["index"]) for one in records
+    assert [(row["reader"], row["row"], row["index"]) for row in found] == [
+        (row["reader"], row["row"], row["index"]) for row in records
     ]
     for ours, theirs in zip(found, records, strict=True):
         assert ours["positions"] == theirs["positions"] and ours["tokens"] == theirs["tokens"]
         assert ours["nll"] == pytest.approx(theirs["nll"], abs=NATS), (ours["reader"], ours["row"])
 
 
-def test_a_start_on_several_devices_is_that_of_one(alone, four):
+def test_a_start_on_several_devices_is_that_of_one(one, four):
     found = jax.device_get(four[1].trainable["codes"])
-    for name, own in jax.device_get(alone[0].trainable["codes"]).items():
+    for name, own in jax.device_get(one[0].trainable["codes"]).items():
         other = found[name]
         assert other["fitted"] == own["fitted"]
         np.testing.assert_allclose(other["tables"], own["tables"], atol=0.01)

@@ -9,19 +9,18 @@ from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import metrics
 from tests import tiny
 
-LOSS = 1e-5  # relative, fp32 after fourteen optimizer steps: sums in another order
+LOSS = 1e-5  # relative, fp32 after twelve optimizer steps: sums in another order
 PARAMETERS = 3e-4  # absolute; Adam divides by the root of small squares, which magnifies rounding
-STEPS = 14  # an epoch of 64 cards is 8 steps of 8: the chain stops inside the first and inside the second
+STEPS = 12  # an epoch of 64 cards is 8 steps of 8: the chain stops inside the first and inside the second
 
-# One run, moved every two steps: from several devices to readers apart, to eight, to three that do not divide the
-# batch, to one, to more devices than before.
+# One run, moved every two steps: from several devices to readers apart, to three that do not divide the batch, to one,
+# to more devices than before.
 CHAIN = {
     2: {"devices": 4, "model": 2, "strategy": "tensor"},
     4: {"devices": 3, "strategy": "hybrid3"},
-    6: {"devices": 8},
-    8: {"devices": 3},
-    10: {"devices": 1, "strategy": "single"},
-    12: {"devices": 4, "strategy": "fsdp", "train__micro_batch": 1},
+    6: {"devices": 3},
+    8: {"devices": 1, "strategy": "single"},
+    10: {"devices": 4, "strategy": "fsdp", "train__micro_batch": 1},
     STEPS: {"devices": 8, "strategy": "hybrid4"},
 }
 
@@ -31,7 +30,7 @@ def make(root, **where) -> LatentWire:
 
 
 @pytest.mark.slow
-def test_run_moved_through_seven_placements_is_the_unbroken_one(root, tmp_path, capsys):
+def test_run_moved_through_six_placements_is_the_unbroken_one(root, tmp_path, capsys):
     _, wanted, unbroken = tiny.unsaved_curve(make(root), tmp_path / "unbroken")
     begun = 0
     for end, where in CHAIN.items():

@@ -8,11 +8,6 @@ from lw_jax.models import decoder, rotary
 from tests import gates, tiny
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
 @pytest.fixture
 def fresh(root):
     """A recipe of its own for each defect, or a program traced without it would be taken."""

@@ -1,4 +1,4 @@
-"""A wire of keys and values: one curve on any devices, resumed bit by bit, read by packed readers and by a late one."""
+"""A wire of keys and values: one curve on any devices, read by packed readers and by a late one."""
 
 import jax
 import numpy as np
@@ -8,6 +8,8 @@ from lw_jax.inference import evaluation
 from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.training import run_folder
 from tests import tiny
+
+pytestmark = pytest.mark.slow
 
 LOSS = 1e-5  # relative, fp32 after six optimizer steps: sums in another order
 PARAMETERS = 2e-4  # absolute; Adam divides by the root of small squares, which magnifies rounding
@@ -29,18 +31,12 @@ def alone(root, tmp_path_factory):
 PLACED = {
     "hybrid3 accumulate 2": {"devices": 3, "strategy": "hybrid3", "train__micro_batch": 4},
     "data 2 x tensor 2": {"devices": 4, "model": 2, "strategy": "tensor"},
-    "replicate 3 accumulate 2": {"devices": 3, "train__micro_batch": 2},
-    "replicate 8": {"devices": 8},
     "fsdp 8": {"devices": 8, "strategy": "fsdp"},
     "tensor 4: heads of keys that do not divide": {"devices": 4, "model": 4, "strategy": "tensor"},
-    "split 4": {"devices": 4, "strategy": "split"},
-    "hybrid4 of 8": {"devices": 8, "strategy": "hybrid4"},
-    "recomputed": {"compute__remat": "full"},
 }
-SLOW = list(PLACED)[1:]
 
 
-@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in PLACED])
+@pytest.mark.parametrize("name", PLACED)
 def test_every_placement_starts_and_learns_as_one_device(name, root, alone, tmp_path):
     recipe = tiny.make_recipe(root, **changes(root, **PLACED[name]))
     code, losses, trainable = tiny.unsaved_curve(recipe, tmp_path / "run")
@@ -49,21 +45,11 @@ def test_every_placement_starts_and_learns_as_one_device(name, root, alone, tmp_
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=PARAMETERS), trainable, alone[2])
 
 
-@pytest.mark.slow
 def test_random_start_is_the_same_on_any_devices(root, tmp_path):
     random = {"adapter__kind": "kv"}
     _, losses, _ = tiny.unsaved_curve(tiny.make_recipe(root, **random), tmp_path / "one")
     _, others, _ = tiny.unsaved_curve(tiny.make_recipe(root, devices=4, model=2, **random), tmp_path / "four")
     np.testing.assert_allclose(others, losses, rtol=LOSS)
-
-
-@pytest.mark.slow
-def test_a_stopped_run_goes_on_bit_by_bit(root, alone, tmp_path):
-    assert tiny.curve(tiny.make_recipe(root, **changes(root)), tmp_path / "run", stop=lambda step: step == 3)[0] != 0
-    code, losses, trainable = tiny.curve(tiny.make_recipe(root, **changes(root)), tmp_path / "run")
-    assert code == 0
-    np.testing.assert_array_equal(losses, alone[1])
-    jax.tree.map(np.testing.assert_array_equal, trainable, alone[2])
 
 
 def wire_of(recipe, trainable) -> TrainedWire:
@@ -95,7 +81,6 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_messages_are_answered_and_scored_as_on_one_device(name, root, alone, one_device):
     message, answers, scored = one_device
@@ -108,7 +93,6 @@ def test_messages_are_answered_and_scored_as_on_one_device(name, root, alone, on
         np.testing.assert_allclose(row["nll"], wanted["nll"], rtol=LOSS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["int8", "w8a8"])
 def test_packed_readers_are_started_and_taught(stored, root, alone, tmp_path):
     packed = {"llms__llama__weights": stored, "llms__qwen__weights": stored}
@@ -117,7 +101,6 @@ def test_packed_readers_are_started_and_taught(stored, root, alone, tmp_path):
     assert losses[0] == pytest.approx(alone[1][0], rel=0.05) and losses[0] != alone[1][0]
 
 
-@pytest.mark.slow
 def test_a_reader_joins_with_keys_and_values_a_wire_of_either_kind(root, tmp_path):
     for kind in ("embeddings", "kv"):
         folder = tmp_path / kind

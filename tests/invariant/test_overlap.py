@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lw_jax.training import train_step, trainer
+from lw_jax.training import trainer
 from sharding import place
 from tests import tiny
 
@@ -65,17 +65,3 @@ def trace(recipe, folder) -> list[float]:
 def test_a_trace_shows_both_readers_at_work_at_the_same_time(root, tmp_path):
     shares = trace(tiny.make_recipe(root, devices=2, strategy="split", train__global_batch=32), tmp_path)
     assert statistics.median(shares) > 0, shares
-
-
-def test_a_trace_would_show_readers_that_work_in_turn(root, tmp_path, monkeypatch):
-    rows = place.rows
-
-    def wait_first(tree, mesh):
-        """The defect: whatever was dispatched before is finished before the next transfer."""
-        for array in jax.live_arrays():
-            array.block_until_ready()
-        return rows(tree, mesh)
-
-    monkeypatch.setattr(train_step.place, "rows", wait_first)
-    shares = trace(tiny.make_recipe(root, devices=2, strategy="split", train__global_batch=32), tmp_path)
-    assert max(shares) <= 0, shares

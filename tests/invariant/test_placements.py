@@ -21,20 +21,14 @@ ROWS = ("text", "latents", "shuffled", "zero")
 
 # Those on one mesh over 2, 4 and 8 devices stand in test_training.py.
 PLACED = {
-    "single of 8": {"devices": 8, "strategy": "single"},
-    "replicate 3 of a batch of 6": {"devices": 3, "train__global_batch": 6},
     # A batch of 8 filled up with rows of weight zero.
     "replicate 3 accumulate 2": {"devices": 3, "train__micro_batch": 2},
     "replicate 5": {"devices": 5},
-    "replicate 6 accumulate 2": {"devices": 6, "train__micro_batch": 1},
     "replicate 7": {"devices": 7},
     "data 3 x tensor 2": {"devices": 6, "model": 2, "strategy": "tensor"},
-    "split 6": {"devices": 6, "strategy": "split"},
     "hybrid3 accumulate 3": {"devices": 3, "strategy": "hybrid3", "train__micro_batch": 3},
-    "split 4": {"devices": 4, "strategy": "split"},
     "split 8 over pairs": {"devices": 8, "strategy": "split", "model": 2},
     "split 2 accumulate 4": {"devices": 2, "strategy": "split", "train__micro_batch": 2},
-    "hybrid3 accumulate 2": {"devices": 3, "strategy": "hybrid3", "train__micro_batch": 4},
     "hybrid4 of 8": {"devices": 8, "strategy": "hybrid4"},
 }
 
@@ -51,16 +45,10 @@ def series(folder, name: str = "loss") -> list[float]:
     return [row[f"train/{name}"] for row in metrics.read_metrics(folder / "metrics.jsonl")]
 
 
-@pytest.fixture(scope="module")
-def of_six(root, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("six") / "run"
-    return *tiny.unsaved_curve(tiny.make_recipe(root, train__global_batch=6), folder), folder
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACED)
-def test_every_placement_gives_the_curve_and_the_values_of_one_device(name, root, single, of_six, tmp_path):
-    _, losses, trainable, folder = of_six if "train__global_batch" in PLACED[name] else single
+def test_every_placement_gives_the_curve_and_the_values_of_one_device(name, root, single, tmp_path):
+    _, losses, trainable, folder = single
     run = run_of(tiny.make_recipe(root, **PLACED[name]), tmp_path / "run")
     np.testing.assert_allclose(series(tmp_path / "run"), losses, rtol=LOSS)
     found = jax.device_get(run.state["trainable"])

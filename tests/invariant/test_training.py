@@ -124,7 +124,7 @@ def test_another_seed_trains_other_weights(root, single, tmp_path):
 
 
 def test_frozen_weights_do_not_move(root):
-    recipe = tiny.make_recipe(root)
+    recipe = tiny.make_recipe(root, only="qwen")
     run = trainer.Run(recipe.cfg, recipe, None, None)
     before = jax.device_get(recipe.load_frozen())
     built = recipe.build()
@@ -147,11 +147,6 @@ def test_other_frozen_weights_are_refused_by_name(root, resumed, tmp_path):
     recipe = type(recipe)(dataclasses.replace(recipe.cfg, llms=llms), recipe.placement)
     with pytest.raises(UserError, match="llms/llama"):
         Checkpointer(folder / "checkpoints", keep=2, identity=recipe.identity())
-
-
-def test_a_loss_that_is_not_finite_ends_the_run_with_advice(root, tmp_path):
-    with pytest.raises(UserError, match=r"step \d+: train/loss is (nan|inf).*learning_rate"):
-        curve(tiny.make_recipe(root, only="llama", optim__learning_rate=1e15, optim__clip_norm=1e15), tmp_path / "run")
 
 
 def test_metrics_have_the_promised_names(single):

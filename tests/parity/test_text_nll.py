@@ -29,17 +29,17 @@ def reference_nll(recipe, name: str, count: int) -> np.ndarray:
     return np.array(found)
 
 
-def test_gold_answers_cost_what_transformers_says(tmp_path_factory):
-    recipe = tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers")
+def test_gold_answers_cost_what_transformers_says(root):
+    recipe = tiny.make_recipe(root)
     for name, ours in gates.text_nll(recipe).items():
         theirs = reference_nll(recipe, name, len(ours))
         assert theirs.std() > 0.1
         np.testing.assert_allclose(ours, theirs, atol=NLL)
 
 
-def test_surprisal_of_a_text_is_transformers_loss(tmp_path_factory, tmp_path, monkeypatch):
+def test_surprisal_of_a_text_is_transformers_loss(root, tmp_path, monkeypatch):
     monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
-    recipe = tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers", only="qwen", compute__dtype="fp32")
+    recipe = tiny.make_recipe(root, only="qwen", compute__dtype="fp32")
     text = recipe.data("validation").examples[0].context
     found = Surprisal(recipe.cfg, recipe.locations["qwen"], recipe.placement)
     (scored,) = found.score([text])

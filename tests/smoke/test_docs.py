@@ -215,6 +215,7 @@ def test_unmarked_commands_run_as_they_stand(home: Path, monkeypatch: pytest.Mon
             assert run.main(words[2:]) == 0, f"{text}: {capfd.readouterr().err}"
 
 
+@pytest.mark.slow
 def test_python_of_the_documents_runs(home: Path, monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path) -> None:
     monkeypatch.chdir(home)
     blocks = [(file.name, text) for file in DOCUMENTS for _, language, text in read_blocks(file.read_text("utf-8"))

@@ -76,12 +76,8 @@ def test_two_absent_gpus_are_compiled_for_before_any_reader_is_made(compiled: tu
     for row in found["candidates"]:
         assert row["fits"] and 0 < row["weights_bytes"] < row["peak_bytes"] <= found["limit_bytes"]
         assert row["micro_batch"] * row["accumulation"] * row["data"] == 6
-        assert (
-            row["flops"] > 0
-            and row["moved_bytes"] > row["weights_bytes"]
-            and row["step_seconds"] > 0
-            and row["estimate"]["peak_bytes"] > 0
-        )
+        assert row["flops"] > 0 and row["moved_bytes"] > row["weights_bytes"]
+        assert row["step_seconds"] > 0 and row["estimate"]["peak_bytes"] > 0
         assert (row["collective_bytes"] > 0) == (row["strategy"] != "single")
     assert found["chosen"]["step_seconds"] <= 1.02 * min(row["step_seconds"] for row in found["candidates"])
     assert [path.name for path in (folder / "cache").iterdir()] == ["plans"], "no reader was trained for it"
@@ -101,21 +97,12 @@ def test_a_second_call_reads_the_cached_plan(compiled: tuple[Path, dict, float])
 @pytest.mark.slow
 def test_bench_predicts_for_absent_gpus_what_it_would_measure(compiled: tuple[Path, dict, float]) -> None:
     folder, found, _ = compiled
-    words = (
-        "bench",
-        "--config",
-        "small.py",
-        "--target",
-        "h100x2",
-        "--config.eval.max_new_tokens=4",
-        "--workdir",
-        "out",
-    )
+    words = ("bench", *COMPILED[1:], "--parts", "step,encode", "--workdir", "out")
     done = start(*words, cwd=folder, LW_JAX_CACHE=str(folder / "cache"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2 x NVIDIA H100 80GB HBM3, absent: NOTHING IS MEASURED; peaks of the data sheet")
     rows = {row["part"]: row for row in json.loads((folder / "out" / "bench.json").read_text())["rows"]}
-    assert list(rows) == ["step", "encode", "prefill", "answer"]
+    assert list(rows) == ["step", "encode"]
     assert all(row["seconds"] is None and row["predicted_seconds"] > 0 for row in rows.values())
     assert rows["step"]["predicted_seconds"] == pytest.approx(found["chosen"]["step_seconds"], rel=0.05)
 
@@ -139,9 +126,10 @@ def test_an_absent_compiler_is_reported_with_its_remedy_and_arithmetic_stands_in
     (tmp_path / "small.py").write_text(CONFIG, encoding="utf-8")
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}
     environ |= {"LW_JAX_CACHE": str(tmp_path / "cache"), "PYTHONPATH": f"{PROJECT}:{tmp_path}"}
-    ((code, out, err),) = start_several({"plan": [*COMPILED, "--json"]}, cwd=tmp_path, environ=environ).values()
+    asked = ["plan", "--config", "small.py", "--target", "h100x1", "--json"]
+    ((code, out, err),) = start_several({"plan": asked}, cwd=tmp_path, environ=environ).values()
     assert (code, err) == (0, "")
     found = json.loads(out)
     assert not found["compiled"]
     assert "jax-cuda12-plugin" in found["why_not_compiled"] and "requirements-plan.txt" in found["why_not_compiled"]
-    assert [row["fits"] for row in found["candidates"]] == [True] * 4
+    assert [row["fits"] for row in found["candidates"]] == [True]

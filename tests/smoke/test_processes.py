@@ -50,8 +50,8 @@ def get_config():
 
 
 @pytest.fixture(scope="module")
-def readers(tmp_path_factory) -> dict[str, str]:
-    return {name: str(path) for name, path in tiny.readers(tmp_path_factory.getbasetemp() / "readers").items()}
+def readers(root) -> dict[str, str]:
+    return {name: str(path) for name, path in tiny.readers(root).items()}
 
 
 @pytest.fixture(scope="module")

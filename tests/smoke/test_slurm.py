@@ -16,7 +16,6 @@ import pytest
 from configs import smoke
 from lw_jax.commands import loading, parser, slurm
 from lw_jax.core import config, runtime
-from lw_jax.core.errors import UserError
 from lw_jax.planning import planner
 from lw_jax.planning.plans import StepCandidate, StepPlan
 
@@ -128,23 +127,21 @@ def cluster(tmp_path: Path, monkeypatch) -> Path:
 
 @pytest.fixture
 def write(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Writes the job of a plan by the verb itself, or of a list of two such plans; returns the file."""
+    """Writes the job of a plan by the verb itself; returns the file."""
 
-    def call(*, site: str = "", submit: bool = False, hosts: int = 1, kind: str = "") -> Path:
+    def call(*, site: str = "", hosts: int = 1) -> Path:
         profile = cluster / "site.toml"
         profile.write_text(f'scratch = "{cluster}/scratch folder"\n{site}', encoding="utf-8")
         workdir = cluster / "runs" / "my run"
-        spec = f"{kind}.list" if kind else "configs/machines/h100x2.py"
-        words = ["--config", spec, "--workdir", str(workdir), "--site", str(profile), *(["--submit"] * submit)]
-        args = parser.parse(["slurm", *words, f"--config.prompt.user={QUESTION}", *(["--jobs", kind] if kind else [])])
+        spec = "configs/machines/h100x2.py"
+        words = ["--config", spec, "--workdir", str(workdir), "--site", str(profile)]
+        args = parser.parse(["slurm", *words, f"--config.prompt.user={QUESTION}"])
         cfg = config.build(smoke.get_config())
-        folders = [workdir / name for name in ("one", "two")] if kind else [workdir]
-        tasks = [loading.Loaded("configs/machines/h100x2.py", cfg, folder, {}, {}, {}) for folder in folders]
         plan = dataclasses.replace(PLAN, hosts=hosts, devices=2 * hosts)
         monkeypatch.setattr(planner, "make", lambda *_, **__: plan)
         monkeypatch.setattr(slurm, "PROJECT", cluster / "project folder")
-        slurm.run(args, *tasks)
-        return workdir / f"{kind or 'job'}.sbatch"
+        slurm.run(args, loading.Loaded(spec, cfg, workdir, {}, {}, {}))
+        return workdir / "job.sbatch"
 
     return call
 
@@ -202,21 +199,14 @@ def test_time_limit_saves_and_requeues_once(cluster, write, monkeypatch, hosts: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [1, 76])
-def test_failure_is_passed_on_and_not_requeued(cluster, write, monkeypatch, code: int) -> None:
-    monkeypatch.setenv("MODE", str(code))
-    submit(write())
-    assert read(cluster)["code"] == code
-    assert requeues(cluster) == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hosts", "codes", "code"),
     [
         (2, "143,75", runtime.REQUEUE),
         (2, "2,134", 134),  # JAX's abort where the first one was refused before it joined
         (1, "137", 137),
+        (1, "1", 1),
+        (1, "76", 76),
     ],
 )
 def test_killed_task_of_several_is_requeued_and_one_that_fails_is_not(
@@ -226,18 +216,6 @@ def test_killed_task_of_several_is_requeued_and_one_that_fails_is_not(
     submit(write(hosts=hosts))
     assert read(cluster)["code"] == code
     assert requeues(cluster) == ([f"requeue {JOB_ID}"] if code == runtime.REQUEUE else [])
-
-
-@pytest.mark.parametrize(("kind", "id"), [("array", "9_1"), ("sequence", JOB_ID)])
-def test_killed_task_of_several_is_requeued_in_a_list_too(cluster, write, monkeypatch, kind: str, id: str) -> None:
-    monkeypatch.setenv("MODE", "137,75")
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "9")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
-    submit(write(hosts=2, kind=kind))
-    assert read(cluster)["code"] == runtime.REQUEUE
-    assert requeues(cluster) == [f"requeue {id}"]
-    told = Path(read(cluster)["log"]).read_text(encoding="utf-8").splitlines()
-    assert sorted(line for line in told if line.startswith("training")) == ["training 0", "training 1"]
 
 
 def test_cancelled_job_saves_but_does_not_come_back(cluster, write, monkeypatch) -> None:
@@ -272,14 +250,3 @@ def test_setup_runs_before_training_and_its_failure_ends_the_job(cluster, write,
     submit(write(site='setup = ["source no/such/file"]\n'))
     assert read(cluster)["code"] == 1
     assert not call.exists()
-
-
-@pytest.mark.slow
-def test_verb_submits_and_tells_the_jobs_number(cluster, write, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("MODE", "0")
-    write(submit=True)
-    assert f"Submitted batch job {JOB_ID}" in capsys.readouterr().out
-    assert read(cluster)["code"] == 0
-    (cluster / "bin" / "sbatch").write_text("#!/bin/bash\necho 'invalid partition' >&2\nexit 1\n", encoding="utf-8")
-    with pytest.raises(UserError, match="invalid partition"):
-        write(submit=True)

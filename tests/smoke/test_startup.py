@@ -73,7 +73,7 @@ import os, sys, run
 from lw_jax.core import environment
 os.environ |= {"JAX_NUM_CPU_DEVICES": "2", "HF_HOME": "hub"}
 environment.leave_out_torch()
-code = run.main(["plan", "--estimate", "--config", "configs/large.py", "--target", "h100x2", "--json"])
+code = run.main(["plan", "--estimate", "--config", "configs/large.py", "--target", "h100x1", "--json"])
 print(code, "transformers" in sys.modules)
 """
     *told, last = start(code, cwd=tmp_path).stdout.splitlines()

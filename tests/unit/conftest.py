@@ -11,12 +11,6 @@ from tests import standin
 
 
 @pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the two tiny readers, which `tests.tiny` writes there once."""
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
-@pytest.fixture(scope="session")
 def own_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of the models that examples/tiny_models.py makes, by family."""
     pytest.importorskip("torch", reason="the example needs torch: pip install -r requirements-dev.txt")

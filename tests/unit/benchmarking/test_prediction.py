@@ -122,15 +122,6 @@ def test_nothing_fits_is_told_with_the_plans_reason(root, stand_in, monkeypatch)
         Predicted(tiny.make_config(root), "h100x2")
 
 
-def test_an_absent_compiler_is_told_with_its_remedy(root, monkeypatch):
-    def refuse(target):
-        raise gpus.CompilerAbsent(f"target {target.name}: pip install jax-cuda12-plugin")
-
-    monkeypatch.setattr(gpus, "compile_devices", refuse)
-    with pytest.raises(UserError, match="target h100x2: pip install jax-cuda12-plugin"):
-        Predicted(tiny.make_config(root), "h100x2")
-
-
 def test_peaks_are_those_of_the_narrowest_arithmetic(root, stand_in):
     cfg = tiny.make_config(root)
     readers = {name: dataclasses.replace(llm, weights="bf16") for name, llm in cfg.llms.items()}

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from benchmarks import common, scaling
 from benchmarks.scaling import Point
 from lw_jax.core import environment
@@ -23,6 +25,7 @@ def test_weak_keeps_a_devices_batch_strong_the_whole_one_and_length_the_tokens()
     assert {point.scaling for point in scaling.points(told | {"unit": "examples"}, 6, (16,))} == {"weak", "strong"}
 
 
+@pytest.mark.slow
 def test_command_writes_planned_and_measured_rows_side_by_side(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(environment, "prepare_compiler", lambda **_: None)
     monkeypatch.setattr(scaling, "points", lambda told, devices, lengths: [Point("weak", 2, told["length"], 4)])

@@ -25,11 +25,10 @@ FILES = ["eval.json", "predictions.jsonl", "slots.json", "bytes.csv"]
 
 
 @pytest.fixture(scope="module")
-def wire(tmp_path_factory):
+def wire(root):
     changes = {"eval__examples": 5, "eval__batch": 3, "eval__rows": ROWS}
     changes |= {"eval__taught_steps": 3, "encoder__kind": "lm"}
     changes |= {"eval__curve_examples": 2, "eval__max_new_tokens": 2}
-    root = tmp_path_factory.getbasetemp() / "readers"
     changes |= {"encoder__source": str(tiny.readers(root)["llama"])}
     recipe = tiny.make_recipe(root, **changes)
     built = recipe.build()

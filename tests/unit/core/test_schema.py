@@ -20,15 +20,12 @@ class Row(msgspec.Struct, frozen=True):
         (b'{"name": "a", "deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
         (b'{"name": "a", "size": ' + b"9" * 5000 + b"}", ""),
         (b'{"name": "a", "size": 0}', "size=0"),
-        (b'{"name": "a", "size": true}', "size=True"),
         (b'{"name": "a", "rate": NaN}', ""),
         (b'{"name": "\\ud800"}', ""),
-        (b'{"name": "\xff"}', ""),
         (b'{"name": "a", "parts": [1, "x"]}', "parts[1]='x'"),
-        (b'{"name": null}', "name=None"),
         (b"{}", "name"),
     ],
-    ids=range(10),
+    ids=range(7),
 )
 def test_every_fault_is_one_line_with_place_and_remedy(text: bytes, named: str) -> None:
     with pytest.raises(UserError) as caught:

@@ -28,18 +28,6 @@ def test_logging_of_our_modules_is_one_line_and_printed_once(installed, capsys, 
     assert capsys.readouterr().err == "warning: a.json: skipped 1 of 3\n"
 
 
-def test_python_s_warnings_have_the_form_and_others_their_place(installed, capsys):
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = warning_lines._show  # catch_warnings may have put another one there
-        own = warning_lines._PROJECT / "lw_jax" / "data" / "rows.py"
-        warnings.warn_explicit("ours\nis one line", UserWarning, str(own), 7)
-        warnings.warn_explicit("theirs", RuntimeWarning, "/usr/lib/other.py", 9)
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == "warning: ours is one line"
-    assert second.startswith("warning: theirs ") and "/usr/lib/other.py:9" in second
-
-
 def test_a_command_installs_the_form(installed, tmp_path, capsys):
     file = tmp_path / "own.py"
     file.write_text(

@@ -100,8 +100,10 @@ def test_restored_in_the_middle_of_a_stage_the_batches_are_the_same(at):
         next(first)
     state = json.loads(json.dumps(first.state()))
     again, half = loader(), loader(process_index=1, process_count=2)
+    next(again)  # back, on an iterator that has run ahead
     again.restore(state)
     half.restore(state)
+    assert again.state() == state
     for _ in range(11):
         expected = next(first)
         np.testing.assert_equal(next(again), expected)

@@ -16,8 +16,8 @@ LENGTH = 13
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
-    return tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers", encoder__window=512)
+def recipe(root):
+    return tiny.make_recipe(root, encoder__window=512)
 
 
 @pytest.fixture(scope="module")

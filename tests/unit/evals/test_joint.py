@@ -18,20 +18,20 @@ TOO_LONG = " ".join(["Lisbon"] * 30)  # beyond data.answer_tokens
 
 
 @pytest.fixture(scope="module")
-def wire(tmp_path_factory):
-    """(recipe, weights, bench, options, what was measured) of two readers."""
-    recipe = tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers")
+def wire(root):
+    """(recipe, weights, bench, options, what was measured, the logits of an answer) of two readers."""
+    recipe = tiny.make_recipe(root)
     built = recipe.build()
     changes = {"examples": COUNT, "batch": BATCH, "rows": ("latents",), "max_new_tokens": 2}
     options = dataclasses.replace(recipe.cfg.eval, **changes)
     bench = tiny.make_bench(recipe, built)
     measured = control_rows.measure(bench, recipe.data("validation"), options=options)
-    return recipe, built, bench, options, measured
+    return recipe, built, bench, options, measured, jax.jit(recipe.wire.answer_logits, static_argnames="name")
 
 
 def pick(wire, said):
     """(figures, records by reader) where the readers had said these words: {reader: [answer of each example]}."""
-    recipe, _, bench, options, measured = wire
+    recipe, _, bench, options, measured, _ = wire
     measured = dataclasses.replace(measured, records=copy.deepcopy(measured.records))
     for name, words in said.items():
         for record, word in zip(measured.of(name, "latents"), words, strict=True):
@@ -43,7 +43,7 @@ def pick(wire, said):
 
 def score(wire, position, answer):
     """Mean over readers of a candidate's NLL a token, each with its own latents; one candidate at a time."""
-    recipe, built, bench, _, measured = wire
+    recipe, built, bench, _, measured, answer_logits = wire
     example = measured.encoded.examples[measured.indices[position]]
     batch = batches.encode([dataclasses.replace(example, answers=(answer,))], layout=recipe.layout).collate([0])
     batch = jax.tree.map(jnp.asarray, batch)
@@ -51,7 +51,6 @@ def score(wire, position, answer):
     for name, fields in batch["readers"].items():
         wire_fields = {key: fields[key] for key in ("before", "after", "channel", "task")}
         prompt = bench.functions.prompt_from_latents(built.trainable, built.frozen[name], wire_fields, latents, name)
-        answer_logits = jax.jit(recipe.wire.answer_logits, static_argnames="name")
         logits = answer_logits(built.frozen[name], name, prompt, fields)
         logits = jax.nn.log_softmax(logits, axis=2)
         gold = jnp.take_along_axis(logits, fields["targets"][:, :, None], axis=2)[0, :, 0]
@@ -80,7 +79,7 @@ def test_the_candidate_that_is_likeliest_to_all_readers_is_picked(wire):
 
 
 def test_scores_are_those_of_the_picked_and_of_the_best(wire):
-    encoded, indices = wire[-1].encoded, wire[-1].indices
+    encoded, indices = wire[4].encoded, wire[4].indices
     gold = [encoded.examples[index].answers[0] for index in indices]
     said = {"llama": [gold[0], "x", gold[2], "y", "z"], "qwen": ["u", gold[1], gold[2], "v", "w"]}
     told, records = pick(wire, said)
@@ -112,6 +111,6 @@ def test_candidate_without_a_cost_is_picked_only_where_none_has_one(wire):
 
 
 def test_one_reader_has_nobody_to_agree_with(wire):
-    recipe, _, bench, options, measured = wire
+    recipe, _, bench, options, measured, _ = wire
     alone = dataclasses.replace(measured, records=[r for r in measured.records if r["reader"] == "qwen"])
     assert joint.pick(bench, alone, recipe.layout, options=options, seed=0) is None

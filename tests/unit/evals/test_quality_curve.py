@@ -30,14 +30,14 @@ class Recorder(WireFunctions):
     seen: list
 
     def prompt_from_latents(self, trainable, params, fields, latents, name, *, slots=True):
-        self.seen.append((name, np.asarray(fields["channel"]), np.asarray(latents)))
+        self.seen.append((np.asarray(fields["channel"]), np.asarray(latents)))
         return super().prompt_from_latents(trainable, params, fields, latents, name)
 
 
 @pytest.fixture(scope="module")
-def wire(tmp_path_factory):
-    """(recorder, bench, (options, stage), what was measured) of two readers."""
-    recipe = tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers")
+def wire(root):
+    """(recorder, bench, (options, stage), what was measured) of one reader."""
+    recipe = tiny.make_recipe(root, only="qwen")
     bench = tiny.make_bench(recipe, recipe.build())
     recorder = Recorder(recipe.wire, recipe.placement)
     recorder.seen = []
@@ -65,7 +65,7 @@ def found(wire):
 def test_there_is_a_point_for_each_size_and_reader_with_the_bytes_of_its_message(wire, found):
     _, slots, width = wire[-1].latents.shape
     sizes = [(p["slots"], p["width"], p["bits"], p["reader"]) for p in found.points]
-    assert sizes == [(slots, width, *rest) for rest in itertools.product((16, 8, 2), ("llama", "qwen"))]
+    assert sizes == [(slots, width, bits, "qwen") for bits in (16, 8, 2)]
     for point in found.points:
         assert point["framed_bytes"] == codec.framed_bytes(slots, width, point["bits"])
         assert point["payload_bytes"] == math.ceil(slots * width * point["bits"] / 8)
@@ -86,12 +86,12 @@ def test_sixteen_bits_cost_nothing_and_two_bits_something(wire, found):
 
 def test_references_are_the_rows_of_the_same_examples(wire, found):
     measured = wire[-1]
-    for name, row in itertools.product(("llama", "qwen"), ("text", "none")):
-        own = [r for r in measured.of(name, row) if r["index"] in {measured.indices[i] for i in (0, 2, 4)}]
-        assert found.references[name][row]["nll"] == pytest.approx(
+    for row in ("text", "none"):
+        own = [r for r in measured.of("qwen", row) if r["index"] in {measured.indices[i] for i in (0, 2, 4)}]
+        assert found.references["qwen"][row]["nll"] == pytest.approx(
             sum(r["nll"] for r in own) / sum(r["tokens"] for r in own)
         )
-    assert found.references["llama"].keys() == {"text", "none"}
+    assert found.references["qwen"].keys() == {"text", "none"}
 
 
 def test_readers_read_what_came_out_of_the_message_and_are_told_its_size(wire):
@@ -99,15 +99,8 @@ def test_readers_read_what_came_out_of_the_message_and_are_told_its_size(wire):
     found = sweep(wire, slots=(2, 5), widths=(8, 24), bits=(2,))
     assert {(p["slots"], p["width"]) for p in found.points} == {(2, 8), (2, 24), (5, 8), (5, 24)}
     batches = [measured.indices[0:3:2], [measured.indices[4]] * 2]
-    expected = [
-        (*size, batch, name)
-        for size in itertools.product((2, 5), (8, 24))
-        for batch in batches
-        for name in ("llama", "qwen")
-    ]
-    assert len(recorder.seen) == len(expected)
-    for (slots, width, batch, wanted), (name, channel, latents) in zip(expected, recorder.seen, strict=True):
-        assert name == wanted
+    expected = [(*size, batch) for size in itertools.product((2, 5), (8, 24)) for batch in batches]
+    for (slots, width, batch), (channel, latents) in zip(expected, recorder.seen, strict=True):
         np.testing.assert_array_equal(channel, [[slots, width, 16]] * BATCH)
         source = jax.tree.map(jnp.asarray, measured.encoded.collate(batch)["source"])
         sent = bench.functions.encode(bench.trainable, source | {"channel": jnp.asarray(channel)})
@@ -122,7 +115,7 @@ def test_answers_are_generated_only_for_a_curve_of_f1(wire, found):
     spoken = sweep(wire, curve="f1", bits=(16,))
     for point in spoken.points:
         assert 0 <= point["em"] <= point["f1"] <= 1 and point["f1_low"] <= point["f1"] <= point["f1_high"]
-        same = next(p for p in found.points if (p["reader"], p["bits"]) == (point["reader"], 16))
+        same = next(p for p in found.points if p["bits"] == 16)
         assert point["nll"] == pytest.approx(same["nll"], abs=1e-5)
 
 
@@ -140,11 +133,9 @@ def test_csv_and_picture_have_every_point_and_texts_are_coded_one_by_one(wire, f
         assert float(line["nll"]) == point["nll"] and line["reader"] == point["reader"]
         assert float(line["framed_bytes"]) == point["framed_bytes"] and line["f1"] == ""
     figure = figures.draw_curve(found)
-    for panel, name in zip(figure.axes, ("llama", "qwen"), strict=True):
-        drawn = [line.get_xydata() for line in panel.get_lines() if line.get_label() == "5 slots x 24"]
-        np.testing.assert_allclose(
-            drawn[0], sorted((p["framed_bytes"], p["nll"]) for p in found.points if p["reader"] == name)
-        )
+    (panel,) = figure.axes
+    drawn = [line.get_xydata() for line in panel.get_lines() if line.get_label() == "5 slots x 24"]
+    np.testing.assert_allclose(drawn[0], sorted((p["framed_bytes"], p["nll"]) for p in found.points))
     texts = [example.context.encode() for example in encoded_examples(wire)]
     assert found.text_bytes["UTF-8"] == np.mean([len(text) for text in texts])
     assert found.text_bytes["gzip"] == np.mean([len(gzip.compress(text, 9)) for text in texts])

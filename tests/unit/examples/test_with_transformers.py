@@ -85,9 +85,9 @@ def test_an_answer_across_the_change_of_frequencies_is_refused(wire, messages):
         with_transformers.generate(model, wire, messages[0], "long", [f"{question}{'?' * 29}" for question in ASKED])
 
 
-@pytest.fixture(scope="module", params=["qwen2", pytest.param("llama", marks=pytest.mark.slow)])
-def cached(request, own_models):
-    """(reader, a wire of kind "cache" of all its numbers, in fp32)."""
+@pytest.fixture(scope="module")
+def cached(own_models):
+    """A wire of kind "cache" of all its numbers, in fp32."""
     from lw_jax import recipes
     from lw_jax.inference.coded_wire import CodedWire
     from lw_jax.recipes.cache_wire import CacheWire
@@ -95,15 +95,15 @@ def cached(request, own_models):
 
     changes = {"encoder__kind": "cache", "encoder__ratio": 2, "encoder__width": 100, "encoder__texts": 16}
     changes |= {"train__steps": 0, "message__bytes": 150, "compute__dtype": "fp32", "eval__max_new_tokens": NEW}
-    models = {request.param: own_models[request.param]}
-    cfg = tiny.make_config(own_models["llama"], models=models, **changes)
+    cfg = tiny.make_config(own_models["llama"], models={"qwen2": own_models["qwen2"]}, **changes)
     recipe = CacheWire(cfg, placement.place("single", recipes.reader_bytes(cfg)))
     weights = recipe.build()
-    return request.param, CodedWire(recipe, weights.trainable, weights.frozen, 0)
+    return CodedWire(recipe, weights.trainable, weights.frozen, 0)
 
 
+@pytest.mark.slow
 def test_a_cache_message_of_all_positions_is_a_dynamic_cache(cached):
-    reader, cached = cached
+    reader = "qwen2"
     model, tokenizer = with_transformers.load_model(cached, reader)
     message, questions = cached.write(TEXTS[1], ratio=1), ASKED[:4]
     for question, prompt in zip(questions, cached.prefix_kv(message, reader, questions), strict=True):

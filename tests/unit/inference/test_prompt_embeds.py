@@ -28,7 +28,7 @@ def greedy(wire, x, count, cache=None):
     params, cfg, ids = wire.frozen[READER], wire.recipe.wire.readers[READER].config, []
     for _ in range(count):
         mask = jnp.ones((1, len(x)), bool)
-        out = decoder.forward(params, cfg, jnp.asarray(x)[None], mask=mask, cache=cache)
+        out = tiny.compiled(decoder.forward, params, cfg, jnp.asarray(x)[None], mask=mask, cache=cache)
         ids.append(int(jnp.argmax(decoder.logits(params, out.hidden[:, -1:])[0, 0])))
         x = np.concatenate([x, np.asarray(params["embed"])[ids[-1:]]])
     return ids

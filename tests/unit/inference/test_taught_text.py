@@ -24,8 +24,7 @@ def teach(root, **places):
     return np.asarray(found["llama"])
 
 
-def test_vector_is_the_same_on_any_devices(tmp_path_factory, monkeypatch, tmp_path):
-    root = tmp_path_factory.getbasetemp() / "readers"
+def test_vector_is_the_same_on_any_devices(root, monkeypatch, tmp_path):
     found = []
     for number, places in enumerate(({}, {"devices": 4, "model": 2, "mesh__model": 2})):
         monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / str(number)))
@@ -33,8 +32,7 @@ def test_vector_is_the_same_on_any_devices(tmp_path_factory, monkeypatch, tmp_pa
     np.testing.assert_allclose(found[1] / found[0].std(), found[0] / found[0].std(), atol=SAME)
 
 
-def test_a_damaged_vector_in_the_cache_is_trained_anew(tmp_path_factory, tmp_path):
-    root = tmp_path_factory.getbasetemp() / "readers"
+def test_a_damaged_vector_in_the_cache_is_trained_anew(root, tmp_path):
     found = teach(root)
     (file,) = (sources.cache_root() / "taught").glob("*.npy")
     whole = file.read_bytes()

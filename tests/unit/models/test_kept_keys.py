@@ -194,7 +194,7 @@ def test_a_reader_that_goes_by_positions_is_refused(params, whole, kind):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize(("unstacked", "most"), [(False, 0.29), (True, 0.57)])
+@pytest.mark.parametrize(("unstacked", "most"), [(False, 0.29), pytest.param(True, 0.57, marks=pytest.mark.slow)])
 def test_a_quarter_of_the_keys_takes_a_quarter_of_the_memory(unstacked, most):
     """Beside it room and slices of one layer in a scan, and of all layers where XLA has them apart."""
     cfg = dataclasses.replace(CFG, head_dim=64, layers=8 if unstacked else 28)  # of small heads the scores would count

@@ -26,8 +26,7 @@ KINDS = {
     "llama3": {"rope_scaling": rotary.Llama3Scaling(8.0, 1.0, 4.0, 16)},
     "longrope": {"rope_scaling": LONG},
     "window": {"window": 4},
-    "part of a head": {"rotated": 4},
-    "layer norm": {"norm": "layer"},
+    "layer norm, part of a head": {"norm": "layer", "rotated": 4},
 }
 BEFORE = jnp.asarray([[False, True, True]])
 SLOTS = jnp.asarray([[True, False, True, True, False], [True] * 5])

@@ -93,7 +93,7 @@ def outline(root, kind, dtype):
     if kind == "ttt":
         return tiny.make_ttt(root, compute__dtype=dtype)
     body = {"encoder__kind": "lm", "encoder__source": str(tiny.readers(root)["llama"])}
-    return tiny.make_recipe(root, compute__dtype=dtype, **body)
+    return tiny.make_recipe(root, only="qwen", compute__dtype=dtype, **body)
 
 
 def measure(recipe):

@@ -15,12 +15,12 @@ ESTIMATE = functools.partial(planner.make, estimate=True)
 
 @pytest.fixture(scope="module")
 def cfg(tmp_path_factory) -> Config:
-    return tiny.make_config(tmp_path_factory.mktemp("readers"), train__steps=600)
+    return tiny.make_config(tmp_path_factory.mktemp("readers"), train__steps=600, mesh__placement="replicate")
 
 
 @pytest.fixture(scope="module")
 def plans(cfg):
-    return [ESTIMATE(cfg, f"h100x{count}") for count in (1, 2, 3, 4)]
+    return [ESTIMATE(cfg, f"h100x{count}") for count in (1, 3)]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_job_is_told_in_samples_epochs_and_latents(blocks):
 
 def test_costs_are_those_of_the_plans(blocks, plans):
     _, *rows = blocks[1]
-    assert len(rows) == 4
+    assert len(rows) == 2
     for row, found in zip(rows, plans, strict=True):
         best, count = found.chosen, found.devices
         words = row.split()

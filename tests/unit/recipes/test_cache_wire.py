@@ -334,6 +334,7 @@ def other_readers(tmp_path_factory):
     return CodedWire(recipe, weights.trainable, weights.frozen, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader, rule", [("window", "attends to 512"), ("long", "LongRope.*512")])
 def test_windows_and_long_rope_work_within_their_length_and_are_refused_beyond(other_readers, reader, rule):
     whole = other_readers.write(TEXT, ratio=1)

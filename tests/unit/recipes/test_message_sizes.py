@@ -28,8 +28,8 @@ ROWS = ("latents", "shuffled", "zero", "random", "truncated", "text")
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
-    return tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers", only="qwen", **SIZES)
+def recipe(root):
+    return tiny.make_recipe(root, only="qwen", **SIZES)
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ TEXT = "Zoë's lantern costs 1,024 crowns — or so.\nQuestion: why?"
 
 
 @pytest.fixture(scope="module")
-def cfg(tmp_path_factory):
-    return tiny.make_config(tmp_path_factory.getbasetemp() / "readers")
+def cfg(root):
+    return tiny.make_config(root)
 
 
 @pytest.mark.parametrize("family", selfmade.FAMILIES)
@@ -105,9 +105,9 @@ def test_several_processes_are_told_to_make_the_readers_in_one(cfg, tmp_path, mo
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(root, tmp_path_factory):
     """style -> (recipe, its validation data as one batch)."""
-    root, found = tmp_path_factory.getbasetemp() / "readers", {}
+    found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LW_JAX_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(selfmade, "CARDS", 101)
@@ -119,14 +119,14 @@ def made(tmp_path_factory):
     return found
 
 
-def test_what_the_folder_does_not_name_makes_no_other_reader(made, tmp_path_factory, monkeypatch):
+def test_what_the_folder_does_not_name_makes_no_other_reader(made, root, monkeypatch):
     changes = {"data__packed_tokens": 128, "data__question_tokens": 12, "data__answer_tokens": 4, "seed": 7}
     changes |= {"data__context_tokens": 40, "data__overlong": "drop", "compute__dtype": "bf16"}
     one, data, _ = made["pairs"]
     monkeypatch.setenv("LW_JAX_CACHE", str(one.folder.parent.parent))
     monkeypatch.setattr(selfmade, "CARDS", 101)
     given = {"data__train": "pairs", "data__validation": "pairs", "data__facts": 3} | changes
-    cfg = tiny.make_config(tmp_path_factory.getbasetemp() / "readers", **given)
+    cfg = tiny.make_config(root, **given)
     other = selfmade.SelfmadeReader(cfg, meshes.make(data=1, model=1), source="selfmade:llama")
     assert other.folder == one.folder
     assert other.examples == one.examples and other.data("validation").digest() == data.digest()

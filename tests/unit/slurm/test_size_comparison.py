@@ -36,6 +36,9 @@ def test_hours_of_the_user_scale_every_size_alike() -> None:
 
 def test_other_sizes_are_the_plans_that_are_kept_else_all_are_estimated(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(
+        size_comparison, "make", lambda _, target, estimate: planned(target=target, compiled=not estimate)
+    )
     cfg = resolve()
     found = size_comparison.other_sizes(cfg, PLAN)
     assert [(one.target, one.compiled) for one in found] == [(f"h100x{n}", False) for n in (1, 2, 4)]

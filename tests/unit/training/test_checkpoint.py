@@ -351,14 +351,6 @@ def test_disk_full_at_the_record_leaves_no_checkpoint(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
 
 
-@pytest.mark.parametrize(("code", "named"), [(errno.EDQUOT, "quota"), (errno.EROFS, "cannot be written")])
-def test_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch, code, named):
-    with reopen(tmp_path / "run" / "checkpoints") as checkpointer:
-        monkeypatch.setattr(Path, "mkdir", failing(code))
-        with pytest.raises(UserError, match=named):
-            checkpointer.save(1, make_state(), data={})
-
-
 def test_what_cannot_be_asked_for_is_refused(tmp_path):
     fill(tmp_path, [2])
     with pytest.raises(UserError, match="'nll'"):

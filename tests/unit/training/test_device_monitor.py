@@ -81,14 +81,6 @@ def test_lines_are_written_at_intervals_and_at_the_end(now, tmp_path):
     assert (rows[1]["peak_bytes"], rows[1]["memory_bytes"]) == (3 * GB, 2 * GB)
 
 
-def test_devices_without_measures_leave_no_trace(now, tmp_path):
-    path = tmp_path / "devices.jsonl"
-    with Sampler(Script([Reading("cpu0"), Reading("cpu1")]), path=path, period=600) as sampler:
-        play(sampler, now, *[1.0] * 11)
-        assert (sampler.scalars(), sampler.describe()) == ({}, [])
-    assert not path.exists()
-
-
 def test_full_disk_and_failing_runtime_are_said_once_and_end_no_run(now, tmp_path):
     path, told = tmp_path / "devices.jsonl", []
     path.symlink_to("/dev/full")

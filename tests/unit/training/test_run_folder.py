@@ -1,5 +1,4 @@
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -116,15 +115,6 @@ def test_second_run_in_a_folder_is_refused_by_name_and_a_killed_one_s_lock_is_ta
     run_folder.lock(tmp_path)
     run_folder.lock(tmp_path)
     assert json.loads((tmp_path / run_folder.LOCK).read_text("utf-8"))["process"] == os.getpid()
-
-
-def test_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    run_folder.lock(tmp_path / "run")
-    assert "No locks available" in caplog.text
 
 
 def test_lock_follows_no_link(tmp_path: Path) -> None:
