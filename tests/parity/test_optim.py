@@ -19,7 +19,7 @@ def test_first_step_is_torch_s(shape):
     theirs = torch.nn.Parameter(torch.tensor(weight))
     theirs.grad = torch.tensor(gradient)
     torch.optim.Muon([theirs], lr=1e-2, weight_decay=0.0, adjust_lr_fn="match_rms_adamw").step()
-    cfg = config.Optim("muon", 1e-2, 0, 1.0, 0.0, "matrices", 1e9, 0.99)
+    cfg = config.Optim("muon", 1e-2, 0, 1.0, 0.0, 1e9, 0.99)
     tree = {"project": {"kernel": jnp.asarray(weight)}}
     made = optimizers.make(cfg, phases=[Phase(10)], rates=((".*", 1.0),), abstract=tree)
     ours, _ = made.update({"project": {"kernel": jnp.asarray(gradient)}}, made.init(tree), tree)
