@@ -139,7 +139,7 @@ def test_the_basis_is_fitted_anew_to_what_messages_say(root, monkeypatch):
     code, _ = cache_start._fit(recipe, recipe.functions, recipe.load_frozen()["qwen"], "qwen", texts)
     shared = np.linalg.norm(first[0].basis @ code["basis"].T) ** 2 / len(code["basis"])
     assert 0.5 < shared < 1 - 1e-4, "random readers look everywhere: it turns a little"
-    np.testing.assert_array_equal(first[0].mean, code["mean"])
+    np.testing.assert_allclose(code["mean"], first[0].mean, atol=np.abs(first[0].mean).max() / 100)  # rounded to int8
 
 
 @pytest.mark.slow
