@@ -146,10 +146,10 @@ def _fit(
                 filled = _fill(first, y, padded, variance=variance, **settings)
                 states.replace(begin, np.asarray(filled)[: len(part)])
                 done.advance(len(part))
-            mean = jnp.asarray(wire_tensors.round_int8(first.mean))
+            mean = jnp.asarray(wire_tensors.round_int8(np.asarray(first.mean)))
             code = cache_code.fit_basis(states.chunks, mean, first.scale, width)
             # In int8 an exported wire is the same code: its messages have the bytes that are found here.
-            code = code._replace(basis=jnp.asarray(wire_tensors.round_int8(code.basis)))
+            code = code._replace(basis=jnp.asarray(wire_tensors.round_int8(np.asarray(code.basis))))
             variance = _variance(code, states)
     return {**code._asdict(), "variance": variance, "tables": jnp.asarray(np.stack(tables), jnp.float32)}, states.count
 
