@@ -15,4 +15,5 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c.encoder.width = 256
     c.encoder.texts = 128
     c.message.bytes = 64
+    c.data.context_tokens = 256
     return c
