@@ -78,7 +78,7 @@ def check(path: str, value: Any, hint: Any, rule: Key) -> Any:
     """
     try:
         found = msgspec.convert(value, _bounded(hint, rule))
-    except (msgspec.ValidationError, OverflowError) as error:
+    except (msgspec.ValidationError, OverflowError, UnicodeEncodeError) as error:  # the last of a lone surrogate
         reason = str(error).partition(" - at ")[0].replace("`", "")
         named = f"; it must be {rule.range}" if rule.range else ""
         refuse(path, value, f"{reason[:1].lower()}{reason[1:]}{named}.")
