@@ -36,7 +36,7 @@ def test_json_round_trip_builds_the_same_configuration() -> None:
         ("seed", 2**63),
         ("stages.answer.slots", (1, 10**5000)),
         ("train", 3),
-        ("train.log_to", ("a\ud800",)),  # half a pair: no UTF-8, so msgspec cannot read it
+        ("train.steps", "a\ud800"),  # half a surrogate pair is no UTF-8, which msgspec reads a number from
         ("data.train", "a\ud800"),
     ],
     ids=range(12),
