@@ -71,12 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = ["--config.compute.dtype=fp32", *overrides]
     with tempfile.TemporaryDirectory() as folder:
         worst, curves = 0.0, {}
-        for name, placed in placements(found["devices"]).items():
+        possible = placements(found["devices"])
+        for name, placed in possible.items():
             where, curves[name] = elastic_demo.train(placed, Path(folder) / name, args.steps, overrides, environ)
             apart = elastic_demo.largest_difference({key: curves[key] for key in ("single", name)})
             worst = max(worst, apart)
             rows.append((name, where, f"last loss {curves[name][-1]:.6f}, {apart:.1e} from single"))
-        name, placed = list(placements(found["devices"]).items())[-1]
+        name, placed = list(possible.items())[-1]
         apart = stop_and_resume(placed, Path(folder), overrides, environ)
         worst = max(worst, apart)
         rows.append(("kill, resume", f"{name}, {STEPS_STOPPED} steps", f"{apart:.1e} from a whole run"))

@@ -199,7 +199,7 @@ def _check_cache_training(cfg: Config) -> None:
         ("loss.kl", cfg.loss.kl),
     ):
         if value:
-            refuse(path, value, f"must be {value * 0!r} {rule}: it is of trained latents.")
+            refuse(path, value, f"must not be set {rule}: it is of trained latents.")
 
 
 def _check_prompt(cfg: Config) -> None:

@@ -18,9 +18,7 @@ from lw_jax.hub import peft, weights
 from lw_jax.inference import language_model
 from lw_jax.models import lora
 from lw_jax.recipes import wire_models
-from lw_jax.recipes.cache_wire import CacheWire
 from lw_jax.recipes.dpo import DPO
-from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import wire_folder, wire_tensors
 from lw_jax.training.run_folder import check_writable
 from lw_jax.training.wire_folder import DType, WireFolder
@@ -97,7 +95,7 @@ def _export_wire(cfg: Config, workdir: Path, folder: Path, *, dtype: DType, card
     finite.
     """
     placed = placement.place("single", recipes.reader_bytes(cfg))
-    recipe = (CacheWire if cfg.encoder.kind == "cache" else LatentWire)(cfg, placed)
+    recipe = recipes.kind_of(cfg)(cfg, placed)
     restored = recipes.read_best(recipe, cfg, workdir)
     trainable, models = restored.state["trainable"], wire_models.describe(cfg)
     sizes = wire_tensors.part_bytes(trainable, dtype)

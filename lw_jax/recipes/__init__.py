@@ -22,6 +22,12 @@ from sharding.placement import Placement
 RECIPES = {"latentwire": LatentWire, "dpo": DPO, "ttt": TTT}
 
 
+def kind_of(cfg: Config) -> type[LatentWire | CacheWire | DPO | TTT]:
+    """Returns the class of the configured recipe; a wire's goes by its kind of message."""
+    is_cache = cfg.recipe == "latentwire" and cfg.encoder.kind == "cache"
+    return CacheWire if is_cache else RECIPES[cfg.recipe]
+
+
 def make(cfg: Config, placement: Placement, *, outline: bool = False) -> Recipe:
     """Returns the configured recipe; an outline needs no file and can only be planned.
 
@@ -32,8 +38,7 @@ def make(cfg: Config, placement: Placement, *, outline: bool = False) -> Recipe:
         raise UserError(
             "config.train.steps = 0: nothing is trained, so there is no step to time; `plan` says what the start takes"
         )
-    kind = CacheWire if cfg.encoder.kind == "cache" else RECIPES[cfg.recipe]
-    return kind(cfg, placement, outline=outline)
+    return kind_of(cfg)(cfg, placement, outline=outline)
 
 
 def outline(cfg: Config) -> Recipe:

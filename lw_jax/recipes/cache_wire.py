@@ -85,18 +85,7 @@ class CacheWire(WireReaders):
     @functools.cached_property
     def layout(self) -> prompt_tokens.Layout:
         """Returns the settings that determine an example's token ids."""
-        cfg = self.cfg
-        return prompt_tokens.Layout(
-            prompt=cfg.prompt,
-            readers={name: prompt_tokens.Reader(self.tokenizers[name], llm.template) for name, llm in cfg.llms.items()},
-            source=ByteTokenizer(),
-            window=ANY,
-            windows=1,
-            slots=1,
-            width=1,
-            data=cfg.data,
-            ratio=cfg.encoder.ratio,
-        )
+        return self._make_layout(source=ByteTokenizer(), window=ANY, windows=1, slots=1, width=1)
 
     @functools.cached_property
     def curriculum(self) -> Curriculum:

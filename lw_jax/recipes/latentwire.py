@@ -205,18 +205,10 @@ class LatentWire(WireReaders):
 
     @functools.cached_property
     def layout(self) -> prompt_tokens.Layout:
-        cfg = self.cfg
-        return prompt_tokens.Layout(
-            prompt=cfg.prompt,
-            readers={name: prompt_tokens.Reader(self.tokenizers[name], llm.template) for name, llm in cfg.llms.items()},
-            source=load_source_tokenizer(self.body_location) if self.body_location else ByteTokenizer(),
-            window=cfg.encoder.window,
-            windows=cfg.encoder.windows,
-            slots=cfg.encoder.slots,
-            width=cfg.encoder.width,
-            data=cfg.data,
-            ratio=cfg.encoder.ratio,
-        )
+        spec, body = self.cfg.encoder, self.body_location
+        source = load_source_tokenizer(body) if body else ByteTokenizer()
+        sizes = {"window": spec.window, "windows": spec.windows, "slots": spec.slots, "width": spec.width}
+        return self._make_layout(source=source, **sizes)
 
     def data(self, split: examples.Split, *, rows: Sequence[str] = (), least: int = 0) -> batches.Encoded:
         """Returns the questions of "train" or "validation" as token ids; of a limited validation at least so many."""

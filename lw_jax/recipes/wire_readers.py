@@ -9,6 +9,7 @@ import jax
 
 from lw_jax.core.config import Config
 from lw_jax.core.types import SHARED, LossTerms, Tree
+from lw_jax.data import prompt_tokens
 from lw_jax.data.batches import Encoded
 from lw_jax.data.data_schedule import DataSchedule
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
@@ -86,6 +87,23 @@ class WireReaders(Recipe):
         return found
 
     # --- data
+
+    def _make_layout(
+        self, *, source: prompt_tokens.AnyTokenizer, window: int, windows: int, slots: int, width: int
+    ) -> prompt_tokens.Layout:
+        """Returns the settings that determine an example's token ids; `prompt_tokens.Layout` has their meanings."""
+        cfg = self.cfg
+        return prompt_tokens.Layout(
+            prompt=cfg.prompt,
+            readers={name: prompt_tokens.Reader(self.tokenizers[name], llm.template) for name, llm in cfg.llms.items()},
+            source=source,
+            window=window,
+            windows=windows,
+            slots=slots,
+            width=width,
+            data=cfg.data,
+            ratio=cfg.encoder.ratio,
+        )
 
     @property
     def curriculum(self) -> Curriculum:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import lw_jax
-from configs import pair
+from configs import base, pair
 from lw_jax import recipes
 from lw_jax.commands import train
 from lw_jax.core import config, validation
@@ -298,6 +298,14 @@ def test_a_started_run_is_not_started_again(run, capsys):
 def test_configurations_that_do_not_go_with_the_kind_are_refused(root, changes, match):
     with pytest.raises(UserError, match=rf"config\.{match}"):
         validation.validate(tiny.make_config(root, **(CACHE | changes)))
+
+
+@pytest.mark.parametrize("recipe", ["latentwire", "dpo", "ttt"])
+def test_the_kind_of_messages_decides_the_class_of_wires_alone(recipe):
+    values = base.get_config(recipe)
+    values.encoder.kind = "cache"
+    wanted = CacheWire if recipe == "latentwire" else recipes.RECIPES[recipe]
+    assert recipes.kind_of(config.build(values)) is wanted
 
 
 def test_the_tree_is_what_is_described(wire):
