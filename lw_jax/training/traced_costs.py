@@ -105,7 +105,7 @@ def _add(jaxpr: Any, times: int, sums: _Sums, unused: Sequence[int] = ()) -> int
         runs, most, unused = times, 0, one.unused if one.name == "cond" else []
         if one.name == "scan":
             runs *= one.params["length"]
-            unused = [number for number in one.unused if number >= one.params["num_carry"]]
+            unused = [number for number in one.unused if number >= _count_carried(one)]
             sums.moved += 2 * runs * nbytes(_add_loop(one, times, sums))
         for body in one.bodies:
             most = max(most, _add(body, runs, sums, unused))
@@ -128,10 +128,21 @@ def _add_product(one: _Equation, times: int, sums: _Sums) -> None:
 
 def _add_loop(one: _Equation, times: int, sums: _Sums) -> list[Any]:
     """Adds a scan; returns what each of its steps cuts from stacks."""
-    fixed, carried, variables = one.params["num_consts"], one.params["num_carry"], one.bodies[0].invars
-    largest = max((nbytes([var]) for var in variables[fixed : fixed + carried]), default=0)
+    variables = one.bodies[0].invars
+    # Fixed and carried values first. Shapes say how many, as the primitive's parameters differ by JAX's version.
+    stacks = sum(
+        len(outer.aval.shape) > len(inner.aval.shape) for outer, inner in zip(one.inputs, variables, strict=True)
+    )
+    first = len(variables) - stacks
+    largest = max((nbytes([var]) for var in variables[first - _count_carried(one) : first]), default=0)
     sums.loops.append(Loop(one.params["length"], one.params["reverse"], largest, times))
-    return variables[fixed + carried :]
+    return variables[first:]
+
+
+def _count_carried(scan: _Equation) -> int:
+    """Returns how many results a scan carries from step to step; the others it stacks."""
+    pairs = zip(scan.outputs, scan.bodies[0].outvars, strict=True)
+    return sum(len(outer.aval.shape) == len(inner.aval.shape) for outer, inner in pairs)
 
 
 def _flatten(jaxpr: Any, inputs: Sequence[_Value]) -> tuple[list[_Equation], list[_Value | None]]:
