@@ -474,7 +474,7 @@ def _share(
     rotations = rotary.angles(
         positions, size=cfg.rotated or cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling
     )
-    return _Shared(*rotations, attend[:, None], past.used, mode.factors)
+    return _Shared(*rotations, attend[:, None], past.used, mode.factors, KEPT[mode.remat] == "products")
 
 
 def rotate_keys(cfg: DecoderConfig, prefix: KVPrefix, *, seen: jax.Array | int) -> Float[Array, "l b m k e"]:
@@ -539,6 +539,7 @@ class _Shared(NamedTuple):
     attend: jax.Array
     used: jax.Array | None
     factors: str | None  # see `Mode`
+    saves: bool  # products, for the backward pass
 
 
 def _layer(  # noqa: PLR0913  (what stands before x is one of three)
@@ -557,7 +558,7 @@ def _layer(  # noqa: PLR0913  (what stands before x is one of three)
     `bias` is that of all keys' scores; `packed` what every query sees beside the cache.
     """
     weights = from_bits(weights)  # in here, or a scan would stack its result for the backward pass
-    linear = functools.partial(projections.apply, weights=weights, factors=shared.factors)
+    linear = functools.partial(projections.apply, weights=weights, factors=shared.factors, saved=shared.saves)
     h = _normalise(cfg, x, weights, "attn_norm")
     # XLA merges matmuls of one input by concatenating their weights; at one token the concat costs as much as the
     # matmuls.

@@ -24,10 +24,14 @@ PRODUCT = "product"  # checkpoint name of what a policy of `jax.checkpoint` save
 MATRICES = frozenset(("q", "k", "v", "o", "gate", "up", "down", "out_gate", "rate"))
 
 
-def product(equation: str, x: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns an einsum of values and weights in the dtype of the values; of two dtypes it is rounded to bf16."""
+def product(equation: str, x: jax.Array, weights: jax.Array, *, saved: bool = False) -> jax.Array:
+    """Returns an einsum of values and weights in the dtype of the values; of two dtypes it is rounded to bf16.
+
+    `saved`: the backward pass of a scan over layers finds it in a stack.
+    """
     if x.dtype == weights.dtype:
-        return jnp.einsum(equation, x, weights)
+        y = jnp.einsum(equation, x, weights)
+        return _save_behind_barrier(y) if saved else y
     return _save_bits(_by_matrix(equation, x, weights))
 
 
@@ -44,6 +48,20 @@ def save(x: jax.Array, factors: str | None) -> jax.Array:
     if factors is None or x.dtype == jnp.dtype(factors):
         return checkpoint_name(x, PRODUCT)
     return _save_bits(x)
+
+
+@jax.custom_jvp
+def _save_behind_barrier(x: jax.Array) -> jax.Array:
+    """Returns a product, which a policy of `jax.checkpoint` saves behind a barrier.
+
+    XLA for GPUs (of JAX 0.11) multiplies into a scan's stack, and once more where the layer itself takes the product.
+    """
+    return x
+
+
+@_save_behind_barrier.defjvp
+def _save_behind_barrier_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return checkpoint_name(jax.lax.optimization_barrier(primals[0]), PRODUCT), tangents[0]
 
 
 @jax.custom_jvp

@@ -19,17 +19,17 @@ _PRODUCTS = {
 _PRODUCTS |= {"k": _PRODUCTS["q"], "v": _PRODUCTS["q"], "up": _PRODUCTS["gate"]}
 
 
-def apply(x: jax.Array, weights: Tree, name: str, factors: str | None) -> jax.Array:
-    """Applies a matrix, packed or not, then its `{name}_bias` and `{name}_lora`."""
+def apply(x: jax.Array, weights: Tree, name: str, factors: str | None, *, saved: bool = False) -> jax.Array:
+    """Applies a matrix, packed or not, then its `{name}_bias` and `{name}_lora`; `saved`: see `products.product`."""
     equations, matrix = _PRODUCTS[name], weights[name]
     narrow = factors or x.dtype
     if not isinstance(matrix, dict):
-        y = product(equations[0], x, matrix.astype(narrow))
+        y = product(equations[0], x, matrix.astype(narrow), saved=saved)
     elif quant.multiplies(matrix):
         y = checkpoint_name(quant.multiply(x.reshape(*x.shape[:2], -1), matrix), PRODUCT)
     else:
         restored = output_matrix(weights, x.shape[2:], narrow) if name == "o" else quant.restore(matrix, narrow)
-        y = product(equations[0], x, restored)
+        y = product(equations[0], x, restored, saved=saved)
     bias, lora = weights.get(f"{name}_bias"), weights.get(f"{name}_lora")
     if bias is not None:
         y = y + bias[None, None, :, :]

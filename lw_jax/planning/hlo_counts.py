@@ -209,13 +209,17 @@ class _Module:
             branches = named[1].replace("%", "").split(", ") if named else []
             branches += filter(None, (op.attribute("true_computation"), op.attribute("false_computation")))
             result.add(max(map(self.tally, branches), key=_Tally.work), 1)
-        elif op.opcode == "call" or base == "async":
+        elif op.opcode == "call" or base == "async" or (base == "fusion" and self._holds_collective(op)):
             result.add(self.tally(op.attribute("to_apply") or op.attribute("calls")), 1)
         elif base in _COLLECTIVES:
             groups = _groups(op, self.devices)
             result.collectives[base, groups, computation.operand_bytes(op)] += 1
         else:
             result.kernels[self._kernel(op, computation, result)] += 1
+
+    def _holds_collective(self, fusion: _Op) -> bool:
+        inner = self.computations[fusion.attribute("calls")].ops.values()
+        return any(op.opcode.removesuffix("-start") in _COLLECTIVES for op in inner)
 
     def _kernel(self, op: _Op, computation: _Computation, result: _Tally) -> tuple[str, int, int]:
         products = list(self._products(op, computation, result))

@@ -75,6 +75,19 @@ def test_the_backward_pass_finds_products_as_the_bits_of_bf16():
     assert saved == {"uint16"}
 
 
+@pytest.mark.parametrize(("remat", "saved"), [("none", 7), ("full", 0)])
+def test_products_that_a_scan_stacks_stand_behind_a_barrier(remat, saved):
+    """Else XLA computes them twice on a card: tests/unit/planning/test_hlo_counts.py, by JAX 0.11."""
+    params, x = tiny.draw_decoder(tiny.DECODER), draw(2, 5, tiny.DECODER.width)
+
+    def loss(x):
+        mode = decoder.Mode(remat=remat)
+        return decoder.forward(params, tiny.DECODER, x, mask=jnp.ones(x.shape[:2], bool), mode=mode).hidden.sum()
+
+    assert str(jax.make_jaxpr(jax.grad(loss))(x)).count("optimization_barrier") == saved
+    assert "optimization_barrier" not in str(jax.make_jaxpr(loss)(x))
+
+
 @pytest.mark.parametrize("heads", [2, 6])
 def test_attention_of_narrow_products_equals_jax_own(heads):
     q, k, v, mask = draw(2, 7, heads, 8), draw(2, 9, 2, 8, seed=1), draw(2, 9, 2, 8, seed=2), draw(2, 1, 7, 9) > -0.5
