@@ -18,7 +18,7 @@ TEXT ?= Mara Ellis lives in Lisbon.$(if $(filter %default.py,$(CONFIG)), By trad
 export GLIBC_TUNABLES ?= \
 	glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=68719476736:glibc.malloc.top_pad=1073741824
 
-.PHONY: run plan test test-all quick slow chaos lint bench bench-gpu check-cards golden notebook lock clean
+.PHONY: run plan test test-all quick slow newer-jax chaos lint bench bench-gpu check-cards golden notebook lock clean
 
 run: $(VENV)/.runtime  ## trains the default configuration, prints its evaluation table, asks it one question
 	$(BIN)/python run.py --config $(CONFIG) --workdir $(WORKDIR)
@@ -42,6 +42,10 @@ quick: $(VENV)/.dev
 
 slow: $(VENV)/.dev
 	$(PYTEST) -m slow
+
+# requirements.lock has JAX 0.11 for Python 3.12 and newer. make newer-jax PYTHON=python3.12 VENV=.venv-newer
+newer-jax: $(VENV)/.newer  ## what follows JAX's version, plans, training and models, by that of another Python
+	$(PYTEST) tests/unit/planning tests/unit/training tests/unit/models
 
 # Not in `test-all`. Runs that failed lie in chaos-failures/, pytest tells the inputs; the code is then not 0.
 chaos: $(VENV)/.dev  ## kills, damage, mutated input and full disks, for MINUTES=10, from SEED=0
@@ -88,6 +92,11 @@ $(VENV)/.runtime: $(REQUIREMENTS) requirements-cpu.txt requirements.lock $(wildc
 
 $(VENV)/.plan: requirements-plan.txt $(VENV)/.runtime
 	$(PIP) -r requirements-plan.txt
+	@touch $@
+
+$(VENV)/.newer: requirements-dev.txt requirements-plan.txt requirements-cpu.txt requirements.lock | $(BIN)/python
+	grep -E '^(beartype|hypothesis|pytest)' requirements-dev.txt > $(VENV)/tests.txt
+	$(PIP) -r requirements-cpu.txt -r requirements-plan.txt -r $(VENV)/tests.txt
 	@touch $@
 
 $(VENV)/.dev: requirements-dev.txt requirements-plan.txt requirements-cpu.txt requirements.lock dependencies.txt | $(BIN)/python

@@ -1,20 +1,20 @@
-"""Shares of a training step's time by kind of work, from XLA's own events; on a CPU.
+"""Where a training step spends its time, by the function that a kernel was traced in.
 
-    python benchmarks/step_profile.py --config configs/embeddings.py --config.optim.kind=adamw
-    python benchmarks/step_profile.py --config configs/embeddings.py --config.compute.dtype=fp32
+    python benchmarks/step_profile.py --config configs/embeddings.py --config.optim.kind=adamw    # measured, on a CPU
+    python benchmarks/step_profile.py --config configs/large.py --config.mesh.placement=single \
+        --config.compute.remat=none --config.train.global_batch=32 --target h100x1                # predicted, no card
 
-Weights and tokens are random, as in `run.py bench`. Kernels run at once on several cores, so that their seconds may add
-up to more than the step's. A kernel that fuses several things counts as its largest: a product, else attention, else
-the rest by its form.
+Measured are XLA's own events of a step on random weights and tokens, as in `run.py bench`: kernels run at once on
+several cores, so that their seconds may add up to more than the step's. With --target the step is compiled for absent
+cards, and each kernel takes what the planner's roofline says. A kernel that fuses several things counts as its result.
 """
 
 import collections
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -22,43 +22,64 @@ from benchmarks import common
 from lw_jax.core import environment
 from lw_jax.core.errors import UserError, leave
 
-# Kind of work -> pattern of a kernel's text and place in the program; the first that matches counts.
-KINDS = {
-    "products of attention": r"\bdot\(.*(bkts|bkst|bkse|BTNH|BNTS|BSNH)",
-    "products with matrices": r"\bdot\(",
-    "attention, not products": r"(bkts|bkst|BNTS|reduce_max|softmax|jit\(_where\))",
-    "activations saved": r"dynamic-update-slice|^broadcast",
-    "optimizer": r"jit\(step\)/(add|sub|mul|div|sqrt|integer_pow|pow)\b",
-}
-REST = "elementwise, norms, copies"
-LOOPS = ("while", "call", "conditional")
+REST = "no function of this project"
 
-
-class Kernel(NamedTuple):
-    """One instruction of the compiled step that runs by itself."""
-
-    opcode: str
-    text: str  # its own line and that of the computation it calls
+Row = tuple[str, float, float]  # a function, with "products" where it multiplies matrices; seconds; bytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser, assignments, rest = common.parser(__doc__, argv)
+    parser.add_argument("--target", default="", help="cards that are elsewhere, as h100x1")
     args = parser.parse_args(rest)
-    environment.hide_idle_cuda()
+    values = {"mesh.placement": "single"} | assignments
+    if args.target:
+        environment.prepare_compiler(everywhere=True)
+        print(table(*predict(args.target, args.config, values)))
+    else:
+        environment.hide_idle_cuda()
+        print(table(*measure(args.config, values)))
+    return 0
+
+
+def predict(target: str, config: str, values: Mapping[str, str]) -> tuple[str, list[Row]]:
+    """Returns the planned step of one device of a target and its kernels."""
+    from lw_jax.planning import hardware, hlo_counts, placement_search, roofline
+
+    cfg = common.load(config, values)
+    found = hardware.find(cfg, target)
+    if found.compile is None or found.target is None:
+        raise UserError(f"--target {target}: {found.why_not_compiled}")
+    best = placement_search.pick(tried := placement_search.choose(cfg, found))
+    if best is None or best.needs is None:
+        raise UserError(f"--target {target}: {'; '.join(one.obstacle for one in tried)}")
+    rows: list[Row] = []
+    for compiled, part in best.needs.programs.values():
+        for one in hlo_counts.analyse(compiled.as_text()).kernels:
+            times = one.executed * part.runs
+            rows.append((name_of(one), times * roofline.seconds_of(one, found.target.card), times * one.bytes))
+    return f"a step of {best.micro_batch} at once on {target}, predicted", rows
+
+
+def measure(config: str, values: Mapping[str, str]) -> tuple[str, list[Row]]:
+    """Returns a step on this CPU and its kernels."""
     import jax
 
     from lw_jax.benchmarking.measurement import Measured
-    from lw_jax.planning import planner
+    from lw_jax.planning import hlo_counts, planner
 
     if jax.default_backend() != "cpu":
         raise UserError("the events of a GPU have other names; use jax.profiler and XProf there")
-    values = {"mesh.placement": "single"} | assignments
-    measured = Measured(*planner.resolve_auto(common.load(args.config, values)), repeats=1)
+    measured = Measured(*planner.resolve_auto(common.load(config, dict(values))), repeats=1)
     (row,), needs = measured.step(), measured.needs
     assert needs and row.seconds, "the step was measured"
-    kernels = parse(needs.programs["step"][0].as_text())
-    print(table(shares(kernels, trace(stepper(measured, needs))), row.seconds.median))
-    return 0
+    kernels = hlo_counts.kernels_by_name(needs.programs["step"][0].as_text())
+    found = trace(stepper(measured, needs))
+    taken = [(kernels[name], seconds) for name, seconds in found.items() if name in kernels]  # no loops
+    return f"a step of {row.seconds.median:.2f} s", [(name_of(one), seconds, one.bytes) for one, seconds in taken]
+
+
+def name_of(kernel: Any) -> str:
+    return f"{kernel.source or REST}{', products' if kernel.flops else ''}"
 
 
 def stepper(measured: Any, needs: Any) -> Callable[[], Any]:
@@ -97,41 +118,19 @@ def trace(step: Callable[[], Any]) -> dict[str, float]:
     return found
 
 
-def parse(text: str) -> dict[str, Kernel]:
-    bodies = {name: body for name, body in re.findall(r"\n%?([\w.\-]+) \([^\n]*\{\n(.*?)\n\}", text, re.DOTALL)}
-    found = {}
-    for name, opcode, rest in re.findall(r"^\s*(?:ROOT )?%?([\w.\-]+) = \S.*? ([\w\-]+)\((.*)$", text, re.MULTILINE):
-        called = re.search(r"calls=%([\w.\-]+)", rest)
-        found[name] = Kernel(opcode, f"{opcode}({rest} {bodies.get(called[1], '') if called else ''}")
-    return found
-
-
-def kind_of(name: str, kernel: Kernel) -> str:
-    text = f"{name.removeprefix('wrapped_')} {kernel.text}"
-    for kind, pattern in KINDS.items():
-        parts = re.findall(r"[^\n]*", text) if kind.startswith("products") else [text]
-        if any(re.search(pattern, part) for part in parts):
-            return kind
-    return REST
-
-
-def shares(kernels: Mapping[str, Kernel], seconds: Mapping[str, float]) -> list[tuple[str, str, float]]:
-    """Returns (kind, name, seconds) of each kernel that ran, the longest first; loops hold others and do not count."""
-    known = {name: kernels.get(name, Kernel("", "")) for name in seconds}
-    rows = [
-        (kind_of(name, kernel), name, seconds[name]) for name, kernel in known.items() if kernel.opcode not in LOOPS
+def table(what: str, rows: Sequence[Row]) -> str:
+    """Returns the sums of each function, the longest first."""
+    seconds, moved = collections.Counter[str](), collections.Counter[str]()
+    for name, taken, size in rows:
+        seconds[name] += taken  # pyright: ignore[reportArgumentType]  (a counter adds floats as well)
+        moved[name] += int(size)
+    whole = sum(seconds.values())
+    cells = [
+        (name, f"{1e3 * taken:.1f}", f"{taken / whole:.1%}", f"{moved[name] / 1e9:.1f}")
+        for name, taken in seconds.most_common()
+        if taken > whole / 1000
     ]
-    return sorted(rows, key=lambda row: -row[2])
-
-
-def table(rows: Sequence[tuple[str, str, float]], seconds: float) -> str:
-    sums = collections.Counter[str]()
-    for kind, _, taken in rows:
-        sums[kind] += taken  # pyright: ignore[reportArgumentType]  (a counter adds floats as well)
-    whole = sum(sums.values())
-    cells = [(kind, f"{taken:.2f}", f"{taken / whole:.0%}") for kind, taken in sums.most_common()]
-    told = f"a step takes {seconds:.2f} s; its kernels add up to {whole:.2f} s"
-    return f"{told}\n\n{common.table(('kind', 's', 'share'), cells)}"
+    return f"{what}; its kernels add up to {whole:.3f} s\n\n{common.table(('function', 'ms', 'share', 'GB'), cells)}"
 
 
 if __name__ == "__main__":

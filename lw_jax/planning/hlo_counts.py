@@ -11,10 +11,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import lw_jax
 from lw_jax.core.errors import UserError
 
 Groups = tuple[tuple[int, ...], ...]
@@ -28,6 +30,7 @@ class Kernel:
     flops: int  # of its matrix products, one run
     bytes: int  # read and written, one run
     executed: int
+    source: str = ""  # "module.function" of this project in which it was traced; "" where the text does not say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,14 +91,14 @@ def analyse(text: str) -> Program:
 def _analyse(text: str) -> Program:
     module = _Module(text)
     tally = module.tally(module.entry)
-    kernels = [Kernel(*key, count) for key, count in tally.kernels.items()]
+    kernels = [Kernel(*counts, executed, source) for (*counts, source), executed in tally.kernels.items()]
     sums: dict[tuple[str, Groups], list[int]] = {}
     for (kind, groups, operand), count in tally.collectives.items():
         total = sums.setdefault((kind, groups), [0, 0, 0])
         for index, value in enumerate((1, operand, _wire_bytes(kind, groups, operand))):
             total[index] += count * value
     return Program(
-        tuple(sorted(kernels, key=lambda kernel: (-kernel.flops, -kernel.bytes, kernel.arithmetic))),
+        tuple(sorted(kernels, key=lambda kernel: (-kernel.flops, -kernel.bytes, kernel.arithmetic, kernel.source))),
         tuple(Collective(*key, *total) for key, total in sorted(sums.items())),
         tuple(sorted(tally.uncounted)),
     )
@@ -154,7 +157,7 @@ class _Op:
 
 class _Tally:
     def __init__(self) -> None:
-        self.kernels: Counter[tuple[str, int, int]] = Counter()
+        self.kernels: Counter[tuple[str, int, int, str]] = Counter()
         self.collectives: Counter[tuple[str, Groups, int]] = Counter()
         self.uncounted: set[str] = set()
 
@@ -167,7 +170,7 @@ class _Tally:
 
     def work(self) -> tuple[int, int]:
         runs = self.kernels.items()
-        return sum(flops * n for (_, flops, _), n in runs), sum(size * n for (_, _, size), n in runs)
+        return sum(flops * n for (_, flops, *_), n in runs), sum(size * n for (_, _, size, _), n in runs)
 
 
 class _Computation:
@@ -186,6 +189,7 @@ class _Module:
         sizes = (re.search(rf"\b{name}=(\d+)", header) for name in ("num_partitions", "replica_count"))
         self.devices = math.prod(int(match[1]) for match in sizes if match)
         self._tallies: dict[str, _Tally] = {}
+        self._functions = _functions(text)
 
     def tally(self, name: str) -> _Tally:
         if name not in self._tallies:
@@ -215,19 +219,27 @@ class _Module:
             groups = _groups(op, self.devices)
             result.collectives[base, groups, computation.operand_bytes(op)] += 1
         else:
-            result.kernels[self._kernel(op, computation, result)] += 1
+            result.kernels[self.kernel(op, computation, result)] += 1
 
     def _holds_collective(self, fusion: _Op) -> bool:
         inner = self.computations[fusion.attribute("calls")].ops.values()
         return any(op.opcode.removesuffix("-start") in _COLLECTIVES for op in inner)
 
-    def _kernel(self, op: _Op, computation: _Computation, result: _Tally) -> tuple[str, int, int]:
+    def _source(self, op: _Op) -> str:
+        """Returns the function in which an operation was traced; of a fusion that says none one of its parts."""
+        frame = re.search(r"\bstack_frame_id=(\d+)", op.attributes)
+        if frame or op.opcode.removesuffix("-start") != "fusion":
+            return self._functions.get(int(frame[1]), "") if frame else ""
+        inner = self.computations[op.attribute("calls")]
+        return next(filter(None, map(self._source, (inner.root, *reversed(inner.ops.values())))), "")
+
+    def kernel(self, op: _Op, computation: _Computation, result: _Tally) -> tuple[str, int, int, str]:
         products = list(self._products(op, computation, result))
         flops = sum(flops for _, flops in products)
         arithmetic = max(products, key=lambda product: product[1])[0] if products else ""
         if op.opcode.removesuffix("-start") == "fusion":
-            return arithmetic, flops, _fusion_bytes(self.computations[op.attribute("calls")])
-        return arithmetic, flops, _op_bytes(op, computation)
+            return arithmetic, flops, _fusion_bytes(self.computations[op.attribute("calls")]), self._source(op)
+        return arithmetic, flops, _op_bytes(op, computation), self._source(op)
 
     def _products(self, op: _Op, computation: _Computation, result: _Tally) -> Iterator[tuple[str, int]]:
         """Yields arithmetic and FLOPs of each matrix product of an operation, and notes what may hide some."""
@@ -374,6 +386,37 @@ _AXIS = re.compile(r"'?(\w+)'?(?::\((\d+)\)(\d+))?(?:,|$)")
 
 def _rows(ids: np.ndarray) -> Groups:
     return tuple(tuple(row) for row in ids.tolist())
+
+
+def kernels_by_name(text: str) -> dict[str, Kernel]:
+    """Returns one run of each operation of `compiled.as_text()`; what holds others, as a loop, is left out."""
+    module, found = _Module(text), {}
+    for part in module.computations.values():
+        for name, op in part.ops.items():
+            if op.opcode not in _FREE and op.opcode not in ("while", "conditional", "call"):
+                arithmetic, flops, size, source = module.kernel(op, part, _Tally())
+                found[name] = Kernel(arithmetic, flops, size, 1, source)
+    return found
+
+
+def _functions(text: str) -> dict[int, str]:
+    """Returns for each stack frame of the text's tables the innermost function of this project, "module.function"."""
+    files, functions, locations, frames = (
+        _table(text, name) for name in ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+    )
+    found = {0: ""}
+    for number, frame in frames.items():
+        location, parent = re.findall(r"=(\d+)", frame)  # the parent's number is one more than that of its row
+        file, function, *_ = re.findall(r"=(\d+)", locations[location])
+        path, name = Path(files[file].strip('"')), functions[function].strip('"')
+        own = f"{path.stem}.{name.split('.<locals>')[0]}"
+        found[int(number)] = own if lw_jax.__name__ in path.parts else found[int(parent) - 1]
+    return found
+
+
+def _table(text: str, name: str) -> dict[str, str]:
+    match = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
+    return dict(re.findall(r"^(\d+) (.*)$", match[1], re.MULTILINE)) if match else {}
 
 
 def _parse(text: str) -> tuple[str, dict[str, _Computation]]:

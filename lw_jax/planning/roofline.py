@@ -67,13 +67,14 @@ def predict(program: Program, target: Target) -> Times:
     matmuls = [kernel for kernel in program.kernels if kernel.flops]
     others = [kernel for kernel in program.kernels if not kernel.flops]
     return Times(
-        gemm=sum(_kernel_seconds(kernel, target.card) * kernel.executed for kernel in matmuls),
-        memory=sum(_kernel_seconds(kernel, target.card) * kernel.executed for kernel in others),
+        gemm=sum(seconds_of(kernel, target.card) * kernel.executed for kernel in matmuls),
+        memory=sum(seconds_of(kernel, target.card) * kernel.executed for kernel in others),
         collective=sum(_collective_seconds(collective, target) for collective in program.collectives),
     )
 
 
-def _kernel_seconds(kernel: Kernel, card: Card) -> float:
+def seconds_of(kernel: Kernel, card: Card) -> float:
+    """Returns the seconds of one run of a kernel."""
     traffic = kernel.bytes / (card.bandwidth * BANDWIDTH_FRACTION)
     arithmetic = kernel.flops / (_peak(card, kernel.arithmetic) * MATMUL_FRACTION) if kernel.flops else 0.0
     return max(arithmetic, traffic, KERNEL_SECONDS)
