@@ -68,7 +68,7 @@ def solve(  # noqa: PLR0913
     """Returns a text's numbers as `write`, but near where the reader looks, and few: for rounding to steps of `step`.
 
     Of each token they minimise sum(W (x - z basis)^2) / 2 + sum(tau |z|), x its states in the code's units, by FISTA
-    (Beck and Teboulle 2009): W is at most 1 and the basis orthonormal, so a step length of 1 descends.
+    (Beck and Teboulle 2009): W is at most 1, so a step length of 1 / (the basis' largest singular value)^2 descends.
 
     Args:
         code: of the reader.
@@ -88,13 +88,24 @@ def solve(  # noqa: PLR0913
     def descend(_: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         z, ahead, pace = carry
         missing = weights * (x - multiply("btw,wn->btn", ahead, basis, factors=basis.dtype))
-        new = ahead + multiply("btn,wn->btw", missing, basis, factors=basis.dtype)
-        new = jnp.sign(new) * jnp.maximum(jnp.abs(new) - tau, 0.0)
+        new = ahead + length * multiply("btn,wn->btw", missing, basis, factors=basis.dtype)
+        new = jnp.sign(new) * jnp.maximum(jnp.abs(new) - length * tau, 0.0)
         next_pace = (1 + jnp.sqrt(1 + 4 * pace**2)) / 2
         return new, new + (pace - 1) / next_pace * (new - z), next_pace
 
+    length = 1 / jnp.maximum(1.0, _largest_power(code.basis))  # of one in closed form 1 but for its rounding
     basis, none = code.basis.astype(factors or x.dtype), jnp.zeros((*x.shape[:2], code.basis.shape[0]))
     return jax.lax.fori_loop(0, iterations, descend, (none, none, jnp.ones(())))[0]
+
+
+def _largest_power(basis: Float[Array, "w n"]) -> Float[Array, ""]:
+    """Returns about the square of the largest singular value, by the power method."""
+
+    def apply(_: jax.Array, v: jax.Array) -> jax.Array:
+        return (u := basis @ (v @ basis)) / jnp.maximum(jnp.linalg.norm(u), jnp.finfo(u.dtype).tiny)
+
+    start = jnp.full(basis.shape[:1], basis.shape[0] ** -0.5, basis.dtype)
+    return jnp.square(jnp.linalg.norm(jax.lax.fori_loop(0, 10, apply, start) @ basis))
 
 
 def read(code: Code, z: Float[Array, "b t w"]) -> tuple[Float[Array, "l b t k e"], Float[Array, "l b t k e"]]:

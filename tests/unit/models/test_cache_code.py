@@ -71,6 +71,16 @@ def test_numbers_with_a_threshold_meet_the_condition_of_the_least_sum(problem):
     assert 0.1 < (found == 0).mean() < 0.9
 
 
+def test_numbers_of_a_basis_that_training_made_longer_are_those_of_the_same_directions(problem):
+    code, kv, power = problem
+    weights, longer = jnp.ones(power.shape), code._replace(basis=code.basis.at[: WIDTH // 2].multiply(1.7))
+    found = solve((longer, kv, power), weights, 0.0)
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(
+        found[..., : WIDTH // 2] * 1.7, solve(problem, weights, 0.0)[..., : WIDTH // 2], atol=1e-2
+    )
+
+
 def cases(problem, weights):
     """Yields of each token its place, its states in the code's units and their weights, in fp64."""
     code, kv, _ = problem
