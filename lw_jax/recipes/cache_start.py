@@ -139,13 +139,14 @@ def _fit(
         step = guess_step(np.asarray(variance, np.float64), 8 * cfg.message.bytes)
         settings = {"step": jnp.float32(step), "factors": recipe.wire.readers[name].mode.factors}
         weights = _weights(read, tables, cfg.encoder.ratio)
-        with phase(f"{name}: fitting it anew to what messages say", states.count, "tokens") as done:
+        with phase(f"{name}: what messages say of the states", states.count, "tokens") as done:
             for begin, (y, _) in zip(range(0, states.count, CHUNK), states.chunks(), strict=True):
                 part = weights[begin : begin + CHUNK]
                 padded = np.pad(part, ((0, CHUNK - len(part)), (0, 0), (0, 0)))
                 filled = _fill(first, y, padded, variance=variance, **settings)
                 states.replace(begin, np.asarray(filled)[: len(part)])
                 done.advance(len(part))
+        with phase(f"{name}: fitting the basis anew to that"):
             mean = jnp.asarray(wire_tensors.round_int8(np.asarray(first.mean)))
             code = cache_code.fit_basis(states.chunks, mean, first.scale, width)
             # In int8 an exported wire is the same code: its messages have the bytes that are found here.
