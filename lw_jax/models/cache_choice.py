@@ -76,9 +76,7 @@ def read_twice(  # noqa: PLR0913  (as `decoder.forward`)
         )
 
     def read(cache: decoder.Cache, piece: tuple[jax.Array, jax.Array]) -> tuple[decoder.Cache, None]:
-        cache_behind = decoder.forward(params, cfg, piece[0], mask=piece[1], cache=cache, mode=mode).cache
-        assert cache_behind is not None, "a cache was given"
-        return cache_behind, None
+        return decoder.extend(params, cfg, piece[0], mask=piece[1], cache=cache, mode=mode)[1], None
 
     cache = kv_prefix.read_once(params, cfg, (rows, size), shared_prefix, x.dtype, mode)
     cache, _ = jax.lax.scan(read, cache, pieces)

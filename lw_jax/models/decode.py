@@ -142,12 +142,11 @@ def begin(  # noqa: PLR0913  (as `decoder.forward`)
     """
     if cache is None:
         cache = decoder.empty_cache(cfg, x.shape[0], x.shape[1] + max_new_tokens, x.dtype)
-    out = decoder.forward(params, cfg, x, mask=mask, cache=cache, mode=mode)
-    assert out.cache is not None, "a cache was given"
-    first = decoder.logits(params, out.hidden[:, -1:])[:, 0]
+    hidden, cache = decoder.extend(params, cfg, x, mask=mask, cache=cache, mode=mode)
+    first = decoder.logits(params, hidden[:, -1:])[:, 0]
     if not _outgrows(cfg, cache.valid.shape[1]):
-        return first, out.cache
-    return first, (out.cache, jnp.pad(x, ((0, 0), (0, max_new_tokens), (0, 0))))
+        return first, cache
+    return first, (cache, jnp.pad(x, ((0, 0), (0, max_new_tokens), (0, 0))))
 
 
 def begin_with_answer(  # noqa: PLR0913  (as `begin`)
@@ -176,12 +175,11 @@ def begin_with_answer(  # noqa: PLR0913  (as `begin`)
         return *begun, decoder.logits(params, hidden[:, length - 1 :])
     if cache is None:
         cache = decoder.empty_cache(cfg, x.shape[0], size, x.dtype)
-    out = decoder.forward(params, cfg, joined, mask=real, cache=cache, mode=mode)
-    assert out.cache is not None, "a cache was given"
-    used = out.cache.used - behind
-    valid = out.cache.valid & (jnp.arange(size) < used)[None]
-    logits = decoder.logits(params, out.hidden[:, length - 1 :])
-    return logits[:, 0], out.cache._replace(valid=valid, used=used), logits
+    hidden, cache = decoder.extend(params, cfg, joined, mask=real, cache=cache, mode=mode)
+    used = cache.used - behind
+    valid = cache.valid & (jnp.arange(size) < used)[None]
+    logits = decoder.logits(params, hidden[:, length - 1 :])
+    return logits[:, 0], cache._replace(valid=valid, used=used), logits
 
 
 def _outgrows(cfg: decoder.DecoderConfig, slots: int) -> bool:
@@ -202,8 +200,8 @@ def follow(  # noqa: PLR0913
     if not isinstance(memory, decoder.Cache):
         return _advance_or_reread(params, cfg, mode, token, going, memory)
     x = decoder.embed(params, token[:, None])
-    step = decoder.forward(params, cfg, x, mask=going[:, None], cache=memory, mode=mode)
-    return decoder.logits(params, step.hidden)[:, 0], step.cache
+    hidden, cache = decoder.extend(params, cfg, x, mask=going[:, None], cache=memory, mode=mode)
+    return decoder.logits(params, hidden)[:, 0], cache
 
 
 def _advance_or_reread(
@@ -224,17 +222,15 @@ def _advance_or_reread(
     x, at = decoder.embed(params, token[:, None]), cache.used
     text = jax.lax.dynamic_update_slice_in_dim(text, x, at, axis=1)
 
-    def reread() -> tuple[jax.Array, decoder.Cache | None]:
+    def reread() -> tuple[jax.Array, decoder.Cache]:
         valid = jax.lax.dynamic_update_slice_in_dim(cache.valid, going[:, None], at, axis=1)
         empty = cache._replace(valid=jnp.zeros_like(valid), used=jnp.zeros_like(at))
-        out = decoder.forward(params, cfg, text, mask=valid, cache=empty, mode=mode)
-        assert out.cache is not None, "a cache was given"
-        hidden = jax.lax.dynamic_slice_in_dim(out.hidden, at, 1, axis=1)
-        return hidden, out.cache._replace(used=at + 1)  # later slots hold no real token and are overwritten
+        hidden, read = decoder.extend(params, cfg, text, mask=valid, cache=empty, mode=mode)
+        hidden = jax.lax.dynamic_slice_in_dim(hidden, at, 1, axis=1)
+        return hidden, read._replace(used=at + 1)  # later slots hold no real token and are overwritten
 
-    def one() -> tuple[jax.Array, decoder.Cache | None]:
-        out = decoder.forward(params, cfg, x, mask=going[:, None], cache=cache, mode=mode)
-        return out.hidden, out.cache
+    def one() -> tuple[jax.Array, decoder.Cache]:
+        return decoder.extend(params, cfg, x, mask=going[:, None], cache=cache, mode=mode)
 
     outgrown = going & (cache.valid.sum(axis=1, dtype=jnp.int32) == cfg.rope_scaling.original_max_positions)
     hidden, cache = jax.lax.cond(jnp.any(outgrown), reread, one)

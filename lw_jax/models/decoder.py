@@ -60,7 +60,6 @@ class Mode:
 
     causal: bool = True
     remat: str = "none"  # "none": matmuls are saved | "full": each layer is recomputed
-    unroll: int = 1  # layers per scan iteration
     factors: str | None = None  # dtype of the factors of products; None: that of the values
     constrain: Callable[[jax.Array], jax.Array] = _unchanged  # applied to the residual stream [b t d]
 
@@ -123,7 +122,6 @@ class Output(NamedTuple):
 
     hidden: Float[Array, "b t d"]  # after the final norm
     mixed: Float[Array, "b t d"] | None  # weighted sum over layers, when `mix` was given
-    cache: Cache | None
     states: Float[Array, "n b t d"] | None = None  # inputs of the layers `taps`, when they were named
 
 
@@ -207,13 +205,12 @@ def repeat(one: jax.Array, rows: int) -> jax.Array:
     return jnp.broadcast_to(one, (rows, *one.shape[1:]))
 
 
-def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one meaning everywhere)
+def forward(  # noqa: PLR0913  (a pass over whole texts; four of them have one meaning everywhere)
     params: Tree,
     cfg: DecoderConfig,
     x: Float[Array, "b t d"],
     *,
     mask: Bool[Array, "b t"],
-    cache: Cache | None = None,
     shared_prefix: SharedPrefix | None = None,
     kv_prefix: KVPrefix | None = None,
     mix: Float[Array, " n"] | None = None,
@@ -224,40 +221,34 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
     """Runs the body over embeddings.
 
     `mask` marks real tokens; padding may be anywhere and changes no value at a real position, as positions count real
-    tokens. With a cache, x continues it and is written into it; of a LongRope model it must not pass the length where
-    the frequencies change (`decode` processes the whole text again there). With a shared prefix, x continues it in
-    every row, without cache and mix; a `kv_prefix` stands between the two (`kv_prefix.open_cache` writes it into a
-    cache). `mix` (layers + 1 weights) requests the weighted sum, in fp32, of the RMS-normalised residual stream before
-    the first and after each layer (ComprExIT's layer mix, after a softmax); `taps` requests the residual stream before
-    the layers of these numbers. `segments` packs several texts into a row: a position attends to those of its own
-    number and to those of number 0, which stand first and are common to all; each text's positions continue the common
-    ones. Without a cache.
+    tokens. With a shared prefix, x continues it in every row, without mix; a `kv_prefix` stands between the two. `mix`
+    (layers + 1 weights) requests the weighted sum, in fp32, of the RMS-normalised residual stream before the first and
+    after each layer (ComprExIT's layer mix, after a softmax); `taps` requests the residual stream before the layers of
+    these numbers. `segments` packs several texts into a row: a position attends to those of its own number and to
+    those of number 0, which stand first and are common to all; each text's positions continue the common ones.
     """
-    whole = shared_prefix is None and kv_prefix is None
-    assert whole or (cache is None and mix is None), "a prefix is for passes over a whole text"
+    assert mix is None or (shared_prefix is None and kv_prefix is None), "a mix is of a whole text"
     if kv_prefix is not None:
         lengths = x.shape[1] + kv_prefix.mask.shape[1] + (0 if shared_prefix is None else shared_prefix.x.shape[1])
         check_length(cfg, lengths)
     elif shared_prefix is not None and isinstance(cfg.rope_scaling, rotary.LongRope):
         return _forward_joined(params, cfg, (x, mask, segments), shared_prefix, mode)
-    turned, bias = None, None if cache is None else cache.bias
+    turned = bias = None
     if kv_prefix is not None:
         seen = 0 if shared_prefix is None else shared_prefix.mask.sum(axis=1, keepdims=True, dtype=jnp.int32)
         turned = rotate_keys(cfg, kv_prefix, seen=seen), kv_prefix.v
         if kv_prefix.bias is not None:
             ends = (lengths - x.shape[1] - kv_prefix.mask.shape[1], x.shape[1])
             bias = jnp.pad(kv_prefix.bias, ((0, 0), (0, 0), ends, (0, 0)))
-    past, cache = _find_past(mask, cache, shared_prefix, kv_prefix)
-    shared = _share(cfg, mask, past, mode, segments)
-    layer = checkpoint_layer(functools.partial(_layer, cfg, shared), KEPT[mode.remat], scanned=mode.unroll < cfg.layers)
+    layer = _checkpointed(cfg, _share(cfg, mask, _find_past(mask, shared_prefix, kv_prefix), mode, segments), mode)
     prefix_layer = None
     if shared_prefix is not None:
-        own = _share(cfg, shared_prefix.mask, _find_past(shared_prefix.mask)[0], mode)
+        own = _share(cfg, shared_prefix.mask, _find_past(shared_prefix.mask), mode)
         prefix_layer = functools.partial(_layer, cfg, own)
 
     def body(carry, inputs):
-        x, mixed, prefix, kv = carry
-        weights, number, share, slots, bias = inputs
+        x, mixed, prefix = carry
+        weights, share, slots, bias = inputs
         before = () if slots is None else (slots,)
         if prefix_layer is not None:
             prefix, own = prefix_layer(prefix, weights, ())
@@ -266,28 +257,51 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
         if share is not None:
             mixed = mixed + weigh(x, share, cfg.norm_eps)
         tapped = x if taps else None
-        packed = None if cache is None or cache.packed is None else cache.packed.of_layer(number)
-        x, written = layer(x, weights, before if kv is None else _LayerCache(kv[0], kv[1], number), bias, packed)
-        return (x, mixed, prefix, None if cache is None else written), tapped
+        x, _ = layer(x, weights, before, bias)
+        return (x, mixed, prefix), tapped
 
     mixed, shares = (None, None) if mix is None else (jnp.zeros(x.shape, jnp.float32), mix[:-1])
-    kv = None if cache is None else (cache.k, cache.v)
-    prefix, tapped = None if shared_prefix is None else shared_prefix.x, None
+    prefix = None if shared_prefix is None else shared_prefix.x
+    (x, mixed, _), tapped = jax.lax.scan(body, (x, mixed, prefix), (params["layers"], shares, turned, bias))
+    if mix is not None:
+        mixed = (mixed + weigh(x, mix[-1], cfg.norm_eps)).astype(x.dtype)
+    states = None if tapped is None else tapped[jnp.asarray(taps)]
+    return Output(_normalise(cfg, x, params, "norm"), mixed, states)
+
+
+def extend(  # noqa: PLR0913  (as `forward`)
+    params: Tree,
+    cfg: DecoderConfig,
+    x: Float[Array, "b t d"],
+    *,
+    mask: Bool[Array, "b t"],
+    cache: Cache,
+    mode: Mode = Mode(),  # noqa: B008  (frozen)
+) -> tuple[Float[Array, "b t d"], Cache]:
+    """Runs the body over embeddings that continue a cache; returns them after the final norm, and the cache with them.
+
+    `mask` as in `forward`. A LongRope model must not pass the length where the frequencies change (`decode` processes
+    the whole text again there). The layers may be arrays of their own (`decode.unstack_layers`).
+    """
+    past, cache = _find_cached(mask, cache)
+    layer = _checkpointed(cfg, _share(cfg, mask, past, mode), mode)
     if isinstance(params["layers"], tuple):
-        assert cache is not None and mix is None and not taps, "layers are unstacked for generation only"
         x, kv = _run_apart(cfg, layer, params["layers"], cache, x, mode)
     else:
         # The cache is carried, so that a layer writes its new tokens in place.
-        numbers = jnp.arange(cfg.layers, dtype=jnp.int32)
-        inputs = (params["layers"], numbers, shares, turned, bias)
-        (x, mixed, _, kv), tapped = jax.lax.scan(body, (x, mixed, prefix, kv), inputs, unroll=mode.unroll)
-    if mix is not None:
-        mixed = (mixed + weigh(x, mix[-1], cfg.norm_eps)).astype(x.dtype)
-    if cache is not None:
-        assert kv is not None, "a cache was given"
-        cache = cache._replace(k=kv[0], v=kv[1], used=cache.used + x.shape[1])
-    states = None if tapped is None else tapped[jnp.asarray(taps)]
-    return Output(_normalise(cfg, x, params, "norm"), mixed, cache, states)
+        def body(carry, inputs):
+            x, kv = carry
+            weights, number, bias = inputs
+            packed = None if cache.packed is None else cache.packed.of_layer(number)
+            return layer(mode.constrain(x), weights, _LayerCache(*kv, number), bias, packed), None
+
+        inputs = (params["layers"], jnp.arange(cfg.layers, dtype=jnp.int32), cache.bias)
+        (x, kv), _ = jax.lax.scan(body, (x, (cache.k, cache.v)), inputs)
+    return _normalise(cfg, x, params, "norm"), cache._replace(k=kv[0], v=kv[1], used=cache.used + x.shape[1])
+
+
+def _checkpointed(cfg: DecoderConfig, shared: "_Shared", mode: Mode) -> Callable:
+    return checkpoint_layer(functools.partial(_layer, cfg, shared), KEPT[mode.remat], scanned=cfg.layers > 1)
 
 
 def _run_apart(
@@ -351,7 +365,7 @@ def visit_attention(  # noqa: PLR0913  (as `forward`)
     With a cache x continues it, and its slots are the keys.
     """
     assert cache is None or (cache.bias is None and cache.packed is None), "of a reader's own keys alone"
-    past, cache = _find_past(mask, cache)
+    past, cache = (_find_past(mask), None) if cache is None else _find_cached(mask, cache)
     shared = _share(cfg, mask, past, mode)
 
     def body(carry: tuple[jax.Array, Tree], inputs: tuple[Tree, jax.Array]) -> tuple[Tree, Tree]:
@@ -435,23 +449,21 @@ class _Past(NamedTuple):
     used: jax.Array | None  # of a cache
 
 
-def _find_past(
-    mask: jax.Array,
-    cache: Cache | None = None,
-    shared_prefix: SharedPrefix | None = None,
-    kv_prefix: KVPrefix | None = None,
-) -> tuple[_Past, Cache | None]:
-    """Returns the past of queries with this mask, and the cache with their mask written."""
-    if cache is not None:
-        seen = cache.valid.sum(axis=1, keepdims=True, dtype=jnp.int32)
-        seen = seen if cache.packed is None else seen + cache.packed.length
-        cache = cache._replace(valid=jax.lax.dynamic_update_slice_in_dim(cache.valid, mask, cache.used, axis=1))
-        return _Past(cache.valid, cache.used, seen, cache.used), cache
+def _find_past(mask: jax.Array, shared_prefix: SharedPrefix | None = None, kv_prefix: KVPrefix | None = None) -> _Past:
+    """Returns the past of queries with this mask behind prefixes."""
     before = jnp.zeros((mask.shape[0], 0), bool) if shared_prefix is None else repeat(shared_prefix.mask, len(mask))
     if kv_prefix is not None:
         before = jnp.concatenate([before, kv_prefix.mask], axis=1)
     first, seen = jnp.full((), before.shape[1], jnp.int32), before.sum(axis=1, keepdims=True, dtype=jnp.int32)
-    return _Past(jnp.concatenate([before, mask], axis=1), first, seen, None), None
+    return _Past(jnp.concatenate([before, mask], axis=1), first, seen, None)
+
+
+def _find_cached(mask: jax.Array, cache: Cache) -> tuple[_Past, Cache]:
+    """Returns the past of queries with this mask, and the cache with their mask written."""
+    seen = cache.valid.sum(axis=1, keepdims=True, dtype=jnp.int32)
+    seen = seen if cache.packed is None else seen + cache.packed.length
+    cache = cache._replace(valid=jax.lax.dynamic_update_slice_in_dim(cache.valid, mask, cache.used, axis=1))
+    return _Past(cache.valid, cache.used, seen, cache.used), cache
 
 
 def _share(

@@ -160,9 +160,8 @@ def take(  # noqa: PLR0913  (as `decoder.forward`)
     rows, length, _ = x.shape
     start = 0 if shared_prefix is None else shared_prefix.x.shape[1]
     cache = read_once(params, cfg, (rows, start + length), shared_prefix, x.dtype, mode)
-    found = decoder.forward(params, cfg, x, mask=mask, cache=cache, mode=mode).cache
-    assert found is not None, "a cache was given"
-    return of_cache(cfg, found, mask=mask, start=start)
+    _, cache = decoder.extend(params, cfg, x, mask=mask, cache=cache, mode=mode)
+    return of_cache(cfg, cache, mask=mask, start=start)
 
 
 def of_cache(cfg: DecoderConfig, cache: Cache, *, mask: Bool[Array, "b t"], start: int = 0) -> KVPrefix:
@@ -190,8 +189,7 @@ def read_once(  # noqa: PLR0913
         return cache
     mode = dataclasses.replace(mode, constrain=lambda x: x)  # one row does not divide over devices
     empty = decoder.empty_cache(cfg, 1, shared.x.shape[1], dtype)
-    one = decoder.forward(params, cfg, shared.x, mask=shared.mask, cache=empty, mode=mode).cache
-    assert one is not None, "a cache was given"
+    _, one = decoder.extend(params, cfg, shared.x, mask=shared.mask, cache=empty, mode=mode)
     valid = cache.valid.at[:, : shared.x.shape[1]].set(decoder.repeat(one.valid, rows))
     return Cache(_put(cache.k, one.k, 0), _put(cache.v, one.v, 0), valid, one.used)
 

@@ -46,13 +46,14 @@ def start(
         mode = decoder.Mode(factors=wire.mode.factors)
         x = decoder.embed(own, ids)
         empty = decoder.empty_cache(body, mask.shape[0], mask.shape[1], x.dtype)
-        whole = own | {"norm": jnp.ones((body.width,), x.dtype)}  # of `hidden`, which is not used here
-        layers = encoder.tapped_layers(taps, body.layers)
-        out = decoder.forward(whole, body, x, mask=mask, cache=empty, taps=layers, mode=mode)
-        assert out.cache is not None and out.states is not None, "forward returns what was requested"
-        kept = kv_prefix.of_cache(body, out.cache, mask=mask)
+        behind, cache = decoder.visit_attention(
+            own, body, x, mask=mask, visit=lambda layer: layer.out, cache=empty, mode=mode
+        )
+        assert cache is not None, "a cache was given"
+        kept = kv_prefix.of_cache(body, cache, mask=mask)
         if wire.encoder.causal:
-            states = encoder.side_by_side(out.states, body)
+            before = jnp.concatenate([x[None], behind[:-1]])
+            states = encoder.side_by_side(before[jnp.asarray(encoder.tapped_layers(taps, body.layers))], body)
         else:
             both_ways = dataclasses.replace(mode, causal=False)
             states = encoder.read_lm(own, body, None, ids=ids, mask=mask, mode=both_ways, taps=taps)

@@ -28,8 +28,12 @@ def greedy(wire, x, count, cache=None):
     params, cfg, ids = wire.frozen[READER], wire.recipe.wire.readers[READER].config, []
     for _ in range(count):
         mask = jnp.ones((1, len(x)), bool)
-        out = tiny.compiled(decoder.forward, params, cfg, jnp.asarray(x)[None], mask=mask, cache=cache)
-        ids.append(int(jnp.argmax(decoder.logits(params, out.hidden[:, -1:])[0, 0])))
+        given = (params, cfg, jnp.asarray(x)[None])
+        if cache is None:
+            hidden = tiny.compiled(decoder.forward, *given, mask=mask).hidden
+        else:
+            hidden, _ = tiny.compiled(decoder.extend, *given, mask=mask, cache=cache)
+        ids.append(int(jnp.argmax(decoder.logits(params, hidden[:, -1:])[0, 0])))
         x = np.concatenate([x, np.asarray(params["embed"])[ids[-1:]]])
     return ids
 
