@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-import lw_jax
 from lw_jax.core.errors import UserError
 
 Groups = tuple[tuple[int, ...], ...]
@@ -410,7 +409,7 @@ def _functions(text: str) -> dict[int, str]:
         file, function, *_ = re.findall(r"=(\d+)", locations[location])
         path, name = Path(files[file].strip('"')), functions[function].strip('"')
         own = f"{path.stem}.{name.split('.<locals>')[0]}"
-        found[int(number)] = own if lw_jax.__name__ in path.parts else found[int(parent) - 1]
+        found[int(number)] = own if __name__.partition(".")[0] in path.parts else found[int(parent) - 1]
     return found
 
 
