@@ -45,7 +45,7 @@ slow: $(VENV)/.dev
 
 # requirements.lock has JAX 0.11 for Python 3.12 and newer. make newer-jax PYTHON=python3.12 VENV=.venv-newer
 newer-jax: $(VENV)/.newer  ## what follows JAX's version, plans, training and models, by that of another Python
-	$(PYTEST) tests/unit/planning tests/unit/training tests/unit/models
+	$(PYTEST) -m "not slow" tests/unit/planning tests/unit/training tests/unit/models
 
 # Not in `test-all`. Runs that failed lie in chaos-failures/, pytest tells the inputs; the code is then not 0.
 chaos: $(VENV)/.dev  ## kills, damage, mutated input and full disks, for MINUTES=10, from SEED=0

@@ -433,7 +433,6 @@ print(json.dumps([hlo_counts.analyse(compiled.as_text()).flops, trace(jax.grad(r
 """
 
 
-@pytest.mark.slow
 def test_program_for_absent_h100s_is_counted_as_by_hand():
     if not any(importlib.metadata.distributions(name="jax-cuda12-plugin")):
         pytest.skip("needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 as a compiler")
