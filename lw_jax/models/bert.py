@@ -79,7 +79,7 @@ def forward(
     x = x + params["position_embed"][:length][None]
     x = decoder.layer_norm(x, params["embed_norm"], params["embed_norm_bias"], cfg.norm_eps)
     attend = jnp.broadcast_to(mask[:, None, None, :], (ids.shape[0], 1, length, length))
-    layer = decoder.checkpoint_layer(functools.partial(_layer, cfg, attend, mode.factors), decoder.KEPT[mode.remat])
+    layer = decoder.checkpoint_layer(functools.partial(_layer, cfg, attend, mode), decoder.KEPT[mode.remat])
 
     def body(carry, inputs):
         x, mixed = carry
@@ -94,16 +94,17 @@ def forward(
 
 
 def _layer(
-    cfg: BertConfig, attend: jax.Array, factors: str | None, x: Float[Array, "b s d"], weights: Tree
+    cfg: BertConfig, attend: jax.Array, mode: decoder.Mode, x: Float[Array, "b s d"], weights: Tree
 ) -> Float[Array, "b s d"]:
+    factors, multiply = mode.factors, functools.partial(product, saved=decoder.KEPT[mode.remat] == "products")
     weights = weights if factors is None else narrow(weights, factors)
     q, k, v = (
-        product("bsd,hed->bshe", x, weights[name]) + weights[f"{name}_bias"][None, None] for name in ("q", "k", "v")
+        multiply("bsd,hed->bshe", x, weights[name]) + weights[f"{name}_bias"][None, None] for name in ("q", "k", "v")
     )
-    attended = product("bshe,dhe->bsd", attention(q, k, v, mask=attend, factors=factors), weights["o"])
+    attended = multiply("bshe,dhe->bsd", attention(q, k, v, mask=attend, factors=factors), weights["o"])
     x = x + attended + weights["o_bias"][None, None]
     x = decoder.layer_norm(x, weights["attn_norm"], weights["attn_norm_bias"], cfg.norm_eps)
-    up = product("bsd,fd->bsf", x, weights["up"]) + weights["up_bias"][None, None]
-    down = product("bsf,df->bsd", jax.nn.gelu(up, approximate=False), weights["down"])
+    up = multiply("bsd,fd->bsf", x, weights["up"]) + weights["up_bias"][None, None]
+    down = multiply("bsf,df->bsd", jax.nn.gelu(up, approximate=False), weights["down"])
     x = x + down + weights["down_bias"][None, None]
     return decoder.layer_norm(x, weights["mlp_norm"], weights["mlp_norm_bias"], cfg.norm_eps)

@@ -252,7 +252,7 @@ def _layer(
     """Returns the residual stream after the block, and the requested inner losses and memory."""
     p = narrow(p, mode.precision.factors)
     position = jnp.arange(x.shape[1], dtype=jnp.int32)[None] % cfg.chunk
-    x, h, text, window, before = _prepare(cfg, rows, position, x, p, memory)
+    x, h, text, window, before = _prepare(cfg, mode, rows, position, x, p, memory)
     inner = Inner(p, mode.precision)
     weights = _beginning(p, cfg, x.shape[0]) if memory is None else memory.weights
     stateful = rows.lengths is not None or memory is not None
@@ -262,13 +262,19 @@ def _layer(
         out, losses, found = read_by_chunk(
             inner, text, weights, lengths=rows.lengths, unroll=mode.unroll, measured=mode.measured
         )
-    x = x + _project_output(out.reshape(x.shape), h, p, cfg)
-    x = x + _feed_forward(x, p, cfg)
+    x = x + _project_output(out.reshape(x.shape), h, p, cfg, mode)
+    x = x + _feed_forward(x, p, cfg, mode)
     return x, (losses, Memory(*found, window, before) if stateful and found else None)
 
 
-def _prepare(
-    cfg: TTTConfig, rows: _Rows, position: Int[Array, "p t"], x: Float[Array, "b t d"], p: Tree, memory: Memory | None
+def _prepare(  # noqa: PLR0913
+    cfg: TTTConfig,
+    mode: Mode,
+    rows: _Rows,
+    position: Int[Array, "p t"],
+    x: Float[Array, "b t d"],
+    p: Tree,
+    memory: Memory | None,
 ) -> tuple[jax.Array, jax.Array, Text, jax.Array | None, jax.Array | None]:
     """Returns the stream, its norm, the inner model's inputs, and both convolutions' last inputs."""
     before = window = None
@@ -276,15 +282,15 @@ def _prepare(
         h, past = _rms(x, p["before_norm"], cfg), memory and memory.before
         x, before = x + _convolve(h, p, "before", past), _keep_last(h, cfg, rows.lengths, past)
     h = _rms(x, p["seq_norm"], cfg)
-    q = _linear(h, p, "q")
+    q = _linear(h, p, "q", mode)
     if cfg.share_qk:
         past = memory and memory.window
         window = _keep_last(q, cfg, rows.lengths, past)
         q, k = _convolve(q, p, "q", past), _convolve(q, p, "k", past)
     else:
-        k = _linear(h, p, "k")
+        k = _linear(h, p, "k", mode)
     q, k = (_rotate(_heads(one, cfg), position, cfg) for one in (q, k))
-    text = Text(q, k, _heads(_linear(h, p, "v"), cfg), _inner_rate(h, p, cfg, rows.rate))
+    text = Text(q, k, _heads(_linear(h, p, "v", mode), cfg), _inner_rate(h, p, cfg, rows.rate))
     return x, h, text, window, before
 
 
@@ -301,7 +307,7 @@ def _decode_layer(
 ) -> tuple[jax.Array, Memory]:
     p, place = narrow(p, mode.precision.factors), seen % cfg.chunk
     rows = _Rows(jnp.ones(seen.shape), None)
-    x, h, text, window, before = _prepare(cfg, rows, place[:, None], x[:, None], p, memory)
+    x, h, text, window, before = _prepare(cfg, mode, rows, place[:, None], x[:, None], p, memory)
     q, k, v, rate = (jnp.swapaxes(one, 1, 2) for one in text)  # [b h 1 e], rate [b h 1]
     inner, target = Inner(p, mode.precision), v.astype(jnp.float32) - k.astype(jnp.float32)
     # As a chunk of one token whose query is ignored: its mixing is zero.
@@ -311,8 +317,8 @@ def _decode_layer(
     token = inner.token[place]
     now = jax.tree.map(lambda weight, total: weight - _widen_after(token, total) * total, memory.weights, sums)
     out = q.astype(jnp.float32) + inner.normalise(inner.answer(now, q))
-    x = x + _project_output(jnp.swapaxes(out, 1, 2).reshape(x.shape), h, p, cfg)
-    x = x + _feed_forward(x, p, cfg)
+    x = x + _project_output(jnp.swapaxes(out, 1, 2).reshape(x.shape), h, p, cfg, mode)
+    x = x + _feed_forward(x, p, cfg, mode)
     ends = place == cfg.chunk - 1
 
     def choose(at_end: jax.Array, otherwise: jax.Array) -> jax.Array:
@@ -334,8 +340,8 @@ def _rms(x: jax.Array, weight: jax.Array, cfg: TTTConfig) -> jax.Array:
     return rms_norm(x, weight.astype(x.dtype), cfg.norm_eps)
 
 
-def _linear(x: Float[Array, "b t i"], p: Tree, name: str) -> Float[Array, "b t o"]:
-    return product("bti,oi->bto", x, p[name])
+def _linear(x: Float[Array, "b t i"], p: Tree, name: str, mode: Mode) -> Float[Array, "b t o"]:
+    return product("bti,oi->bto", x, p[name], saved=mode.remat != "full")
 
 
 def _heads(x: Float[Array, "b t d"], cfg: TTTConfig) -> Float[Array, "b t h e"]:
@@ -384,14 +390,17 @@ def _after(past: jax.Array | None, x: Float[Array, "b t d"], size: int) -> jax.A
     return jnp.concatenate([past, x], axis=1)
 
 
-def _project_output(out: Float[Array, "b t d"], h: Float[Array, "b t d"], p: Tree, cfg: TTTConfig) -> jax.Array:
+def _project_output(
+    out: Float[Array, "b t d"], h: Float[Array, "b t d"], p: Tree, cfg: TTTConfig, mode: Mode
+) -> jax.Array:
     """Returns the layer's output from its heads' outputs: norm, gate, output projection."""
     out = layer_norm(out, p["post_norm"], p["post_norm_bias"], INNER_EPS).astype(h.dtype)
     if cfg.gate:
-        out = gelu(_linear(h, p, "out_gate")) * out
-    return _linear(out, p, "o")
+        out = gelu(_linear(h, p, "out_gate", mode)) * out
+    return _linear(out, p, "o", mode)
 
 
-def _feed_forward(x: Float[Array, "b t d"], p: Tree, cfg: TTTConfig) -> jax.Array:
+def _feed_forward(x: Float[Array, "b t d"], p: Tree, cfg: TTTConfig, mode: Mode) -> jax.Array:
     h = _rms(x, p["ffn_norm"], cfg)
-    return _linear(jax.nn.silu(_linear(h, p, "gate")) * _linear(h, p, "up"), p, "down")
+    gated = jax.nn.silu(_linear(h, p, "gate", mode)) * _linear(h, p, "up", mode)
+    return _linear(gated, p, "down", mode)
