@@ -293,7 +293,7 @@ def extend(  # noqa: PLR0913  (as `forward`)
             x, kv = carry
             weights, number, bias = inputs
             packed = None if cache.packed is None else cache.packed.of_layer(number)
-            return layer(mode.constrain(x), weights, _LayerCache(*kv, number), bias, packed), None
+            return layer(mode.constrain(x), weights, _LayerCache(kv[0], kv[1], number), bias, packed), None
 
         inputs = (params["layers"], jnp.arange(cfg.layers, dtype=jnp.int32), cache.bias)
         (x, kv), _ = jax.lax.scan(body, (x, (cache.k, cache.v)), inputs)

@@ -90,7 +90,10 @@ def analyse(text: str) -> Program:
 def _analyse(text: str) -> Program:
     module = _Module(text)
     tally = module.tally(module.entry)
-    kernels = [Kernel(*counts, executed, source) for (*counts, source), executed in tally.kernels.items()]
+    kernels = [
+        Kernel(arithmetic, flops, size, executed, source)
+        for (arithmetic, flops, size, source), executed in tally.kernels.items()
+    ]
     sums: dict[tuple[str, Groups], list[int]] = {}
     for (kind, groups, operand), count in tally.collectives.items():
         total = sums.setdefault((kind, groups), [0, 0, 0])
