@@ -12,7 +12,7 @@ cards, and each kernel takes what the planner's roofline says. A kernel that fus
 import collections
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def predict(target: str, config: str, values: Mapping[str, str]) -> tuple[str, list[Row]]:
+def predict(target: str, config: str, values: dict[str, str]) -> tuple[str, list[Row]]:
     """Returns the planned step of one device of a target and its kernels."""
     from lw_jax.planning import hardware, hlo_counts, placement_search, roofline
 
@@ -60,7 +60,7 @@ def predict(target: str, config: str, values: Mapping[str, str]) -> tuple[str, l
     return f"a step of {best.micro_batch} at once on {target}, predicted", rows
 
 
-def measure(config: str, values: Mapping[str, str]) -> tuple[str, list[Row]]:
+def measure(config: str, values: dict[str, str]) -> tuple[str, list[Row]]:
     """Returns a step on this CPU and its kernels."""
     import jax
 
@@ -69,7 +69,7 @@ def measure(config: str, values: Mapping[str, str]) -> tuple[str, list[Row]]:
 
     if jax.default_backend() != "cpu":
         raise UserError("the events of a GPU have other names; use jax.profiler and XProf there")
-    measured = Measured(*planner.resolve_auto(common.load(config, dict(values))), repeats=1)
+    measured = Measured(*planner.resolve_auto(common.load(config, values)), repeats=1)
     (row,), needs = measured.step(), measured.needs
     assert needs and row.seconds, "the step was measured"
     kernels = hlo_counts.kernels_by_name(needs.programs["step"][0].as_text())

@@ -96,7 +96,7 @@ def forward(
 def _layer(
     cfg: BertConfig, attend: jax.Array, mode: decoder.Mode, x: Float[Array, "b s d"], weights: Tree
 ) -> Float[Array, "b s d"]:
-    factors, multiply = mode.factors, functools.partial(product, saved=decoder.KEPT[mode.remat] == "products")
+    factors, multiply = mode.factors, functools.partial(product, saved=mode.saves_products)
     weights = weights if factors is None else narrow(weights, factors)
     q, k, v = (
         multiply("bsd,hed->bshe", x, weights[name]) + weights[f"{name}_bias"][None, None] for name in ("q", "k", "v")

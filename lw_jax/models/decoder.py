@@ -63,6 +63,10 @@ class Mode:
     factors: str | None = None  # dtype of the factors of products; None: that of the values
     constrain: Callable[[jax.Array], jax.Array] = _unchanged  # applied to the residual stream [b t d]
 
+    @property
+    def saves_products(self) -> bool:
+        return KEPT[self.remat] == "products"
+
 
 class Cache(NamedTuple):
     """Keys and values of all layers; slots fill from the left, `valid` marks real tokens."""
@@ -486,7 +490,7 @@ def _share(
     rotations = rotary.angles(
         positions, size=cfg.rotated or cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling
     )
-    return _Shared(*rotations, attend[:, None], past.used, mode.factors, KEPT[mode.remat] == "products")
+    return _Shared(*rotations, attend[:, None], past.used, mode.factors, mode.saves_products)
 
 
 def rotate_keys(cfg: DecoderConfig, prefix: KVPrefix, *, seen: jax.Array | int) -> Float[Array, "l b m k e"]:

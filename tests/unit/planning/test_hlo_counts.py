@@ -298,6 +298,60 @@ def test_collective_inside_a_fusion_is_counted_as_jax_0_11_writes_it():
     assert found.kernels == ()
 
 
+# Frame 2 lies in frame 1: a parent's number is one more than its row's. Frame 3 is a library's, called from frame 2.
+TRACED = """HloModule m, is_scheduled=true
+
+FileNames
+1 "/home/someone/lw_jax/training/train_step.py"
+2 "/home/someone/lw_jax/models/decoder.py"
+3 "/usr/lib/python3/site-packages/jax/_src/nn/functions.py"
+
+FunctionNames
+1 "Fused.__init__.<locals>.step"
+2 "unit_rms"
+3 "silu"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=5 end_line=5 column=8 end_column=26}
+2 {file_name_id=2 function_name_id=2 line=6 end_line=6 column=8 end_column=26}
+3 {file_name_id=3 function_name_id=3 line=7 end_line=7 column=8 end_column=26}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+3 {file_location_id=3 parent_frame_id=3}
+
+%fused (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %n = f32[4]{0} negate(%p), metadata={op_name="neg" stack_frame_id=3}
+}
+
+%body (s: (s32[], f32[4])) -> (s32[], f32[4]) {
+  ROOT %s = (s32[], f32[4]{0}) parameter(0)
+}
+
+ENTRY %main (x: f32[4], s: (s32[], f32[4])) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %s = (s32[], f32[4]{0}) parameter(1)
+  %loop = (s32[], f32[4]{0}) while(%s), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"6"}}
+  %sum = f32[4]{0} add(%x, %x), metadata={op_name="add" stack_frame_id=1}
+  %lost = f32[4]{0} add(%sum, %x)
+  ROOT %fusion = f32[4]{0} fusion(%lost), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_a_kernel_says_the_innermost_function_of_the_project_and_a_loop_is_none():
+    found = hlo_counts.kernels_by_name(TRACED)
+    assert {name: found[name].source for name in ("sum", "lost", "fusion")} == {
+        "sum": "train_step.Fused.__init__",
+        "lost": "",
+        "fusion": "decoder.unit_rms",
+    }
+    assert "loop" not in found
+    assert {kernel.source for kernel in hlo_counts.analyse(TRACED).kernels} == {one.source for one in found.values()}
+
+
 GROUPS = """HloModule m, num_partitions=8
 
 ENTRY %main (x: f32[16]) -> f32[16] {{
