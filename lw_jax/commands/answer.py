@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,11 +88,14 @@ def _describe(wire: "TrainedWire | CodedWire", message: bytes) -> str:
 
 
 def _print_answers(
-    wire: "TrainedWire | CodedWire", message: bytes, text: str, questions: list[str], readers: Iterable[str]
+    wire: "TrainedWire | CodedWire", message: bytes, text: str, questions: list[str], readers: Collection[str]
 ) -> None:
     size = f" for {len(text.encode())} bytes of text" if text else ""
     print(f"message: {len(message)} bytes ({_describe(wire, message)}){size}")
     source = "latents:" if wire.recipe.cfg.encoder.kind != "cache" else "message:"
+    for question in questions[:1]:  # the others' programs are mostly the same
+        with phase("compiling"):
+            wire.compile_answers(message, question, readers, text=text)
     for question in questions:
         print(f"question: {question}")
         for name in readers:

@@ -30,10 +30,10 @@ FP32 = Precision("float32", "float32")
 
 
 def resolve(dtype: str, platform: str) -> str:
-    """Returns "fp32" or "bf16" for the configuration's `compute.dtype` ("auto": bf16 on a CPU made for it)."""
+    """Returns "fp32" or "bf16" for the configuration's `compute.dtype` ("auto": fp32 on a CPU not made for bf16)."""
     if dtype != "auto":
         return dtype
-    return "bf16" if platform == "cpu" and bf16_instructions() else "fp32"
+    return "fp32" if platform == "cpu" and not bf16_instructions() else "bf16"
 
 
 def of(dtype: str, platform: str) -> Precision:

@@ -4,13 +4,14 @@ Depends on a `WireSession` (a wire's functions and weights) and on data, on no r
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from lw_jax.core import config, processes
+from lw_jax.core.compiling import compile_together
 from lw_jax.core.eval_rows import ROWS
 from lw_jax.core.progress import phase
 from lw_jax.core.types import SHARED, Example, Tree
@@ -75,6 +76,11 @@ class WireSession:
         ids, scores = self.fetch(found, name)
         texts = [self.decode[name]([int(token) for token in row if token >= 0]) for row in ids]
         return [answers.first_line(text) for text in texts], scores
+
+    def answer_program(self, fields: Mapping[str, Any], name: str, prompt: Any, most: int) -> tuple[Any, tuple]:
+        """Returns the jitted function that reads a prompt for `answer`, and its arguments."""
+        answer = {key: fields[key] for key in ANSWER}
+        return self.functions.answer_program(name), (self.frozen[name], prompt, answer, name, most)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,35 +168,59 @@ def _read(
     options: config.Eval,
 ) -> list[Record]:
     groups: list[list[Record]] = []  # of each batch, reader and row
-    texts = number_texts(encoded)
+    texts, most = number_texts(encoded), options.max_new_tokens
     total = -(-len(indices) // options.batch) * len(encoded.readers) * len(rows)
     with phase("answering the questions in every row of the table", total, "batches") as done:
-        for host in batches_of(encoded, indices, options.batch, share=processes.share()):
-            batch, valid, at = host["index"].tolist(), host["valid"], host["position"]
-            for name, host_fields in host["readers"].items():
-                fields = bench.place(host_fields, name)
-                for row in rows:
-                    given, sent, slots = fields, None, np.zeros(len(at), np.int32)
-                    if ROWS[row].latents:
-                        values, counts = latents[ROWS[row].latents]
-                        slots = counts[at]
-                        channel = np.concatenate([slots[:, None], host_fields["channel"][:, 1:]], axis=1)
-                        given = fields | {"channel": bench.place(channel, name)}
-                        sent = bench.place(values[at], None)
-                    prompt = bench.prompt(given, name, row=row, latents=sent)
-                    predictions, scores = bench.answer(fields, name, prompt, max_new_tokens=options.max_new_tokens)
-                    groups.append(
-                        [
-                            {"reader": name, "row": row, "index": index, "text": texts[index]}
-                            | judge(encoded.examples[index], predictions[position])
-                            | {key: float(value[position]) for key, value in scores.items()}
-                            | {"positions": float(positions(encoded, name, row, index, slots=int(slots[position])))}
-                            for position, (index, real) in enumerate(zip(batch, valid, strict=True))
-                            if real
-                        ]
-                    )
-                    done.advance()
+        for number, host in enumerate(batches_of(encoded, indices, options.batch, share=processes.share())):
+            if not number:
+                compile_together(
+                    bench.answer_program(asked.fields, asked.reader, asked.prompt, most)
+                    for asked in _ask(bench, host, rows, latents)
+                )
+            batch, valid = host["index"].tolist(), host["valid"]
+            for asked in _ask(bench, host, rows, latents):
+                name, row, slots = asked.reader, asked.row, asked.slots
+                predictions, scores = bench.answer(asked.fields, name, asked.prompt, max_new_tokens=most)
+                groups.append(
+                    [
+                        {"reader": name, "row": row, "index": index, "text": texts[index]}
+                        | judge(encoded.examples[index], predictions[position])
+                        | {key: float(value[position]) for key, value in scores.items()}
+                        | {"positions": float(positions(encoded, name, row, index, slots=int(slots[position])))}
+                        for position, (index, real) in enumerate(zip(batch, valid, strict=True))
+                        if real
+                    ]
+                )
+                done.advance()
     return merge(groups)
+
+
+class _Asked(NamedTuple):
+    """A batch as one reader is asked it in one row."""
+
+    reader: str
+    row: str
+    fields: Tree  # the reader's, on its mesh
+    slots: np.ndarray  # i32[b], of the message; 0: no message
+    prompt: Any
+
+
+def _ask(
+    bench: WireSession, host: Mapping[str, Any], rows: Sequence[str], latents: Mapping[str, Sent]
+) -> Iterator[_Asked]:
+    """Yields a batch as each reader is asked it in each row; a prompt is made when it is its turn."""
+    at = host["position"]
+    for name, host_fields in host["readers"].items():
+        fields = bench.place(host_fields, name)
+        for row in rows:
+            given, sent, slots = fields, None, np.zeros(len(at), np.int32)
+            if ROWS[row].latents:
+                values, counts = latents[ROWS[row].latents]
+                slots = counts[at]
+                channel = np.concatenate([slots[:, None], host_fields["channel"][:, 1:]], axis=1)
+                given = fields | {"channel": bench.place(channel, name)}
+                sent = bench.place(values[at], None)
+            yield _Asked(name, row, fields, slots, bench.prompt(given, name, row=row, latents=sent))
 
 
 def number_texts(encoded: Encoded) -> list[int]:

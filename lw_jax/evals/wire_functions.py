@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -170,6 +170,14 @@ class WireFunctions:
         token, scores, memory = self._begin_with_answer(params, prompt, fields, name, max_new_tokens)
         tokens = self._follow_all(params, token, memory, name, max_new_tokens)
         return self._collect(tokens, name, max_new_tokens), scores
+
+    def generate_program(self, name: str) -> Any:
+        """Returns the jitted function with which `generate` reads a prompt; it takes the same arguments."""
+        return self.begin if self._by_token(name) else self._generate
+
+    def answer_program(self, name: str) -> Any:
+        """Returns the jitted function with which `answer` reads a prompt; it takes the same arguments."""
+        return self._begin_with_answer if self._by_token(name) else self._answer
 
     def _collect(self, tokens: Iterator[np.ndarray], name: str, max_new_tokens: int) -> jax.Array:
         """Returns the ids [b n] of all rows until each has stopped, -1 after the stop."""

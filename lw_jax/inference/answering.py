@@ -1,5 +1,6 @@
 """What every wire that is read has in common: questions, batches, answers and streams."""
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple, overload
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from lw_jax.core.compiling import compile_together
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.data import batches
@@ -94,6 +96,19 @@ class Answering:
         batch = batches.encode_prompt(text, question, layout=self.recipe.layout, rows=("text",))
         fields = self._put(batch["readers"][reader], self.functions.mesh_of(reader))
         return self.functions.prompt_from_text(self.frozen[reader], fields["text"])
+
+    def compile_answers(self, message: bytes, question: str, readers: Iterable[str], *, text: str = "") -> None:
+        """Compiles at once what `read` and, of a text, `read_text` run for a question."""
+        compile_together(self._answer_programs(message, question, readers, text))
+
+    def _answer_programs(self, message: bytes, question: str, readers: Iterable[str], text: str) -> Iterator[tuple]:
+        for reader in readers:
+            prompts = [next(self._prompts([(message, question)], reader))[0]]
+            with contextlib.suppress(UserError):  # `read_text` raises it
+                prompts += [self.text_prompt(text, reader, question)] if text else []
+            for prompt in prompts:
+                args = self.frozen[reader], prompt, reader, self.recipe.cfg.eval.max_new_tokens
+                yield self.functions.generate_program(reader), args
 
     def _kv_prompts(self, prompts: Iterable[tuple[wire.Prompt, int]], reader: str) -> list[KVPrompt]:
         """Returns the real rows of prompts whose keys and values every head has whole, without padding."""

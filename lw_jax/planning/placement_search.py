@@ -104,6 +104,26 @@ def strategies(
         yield ("hybrid3" if count == 3 else "hybrid4"), -1, 1
 
 
+def without_compiling(cfg: Config, hardware: Hardware) -> tuple[Config, Placement] | None:
+    """Returns what is certain for one device by arithmetic alone; None where candidates are to be compiled.
+
+    There is one placement. A recomputation that is configured is taken where the step fits, none of it where the whole
+    batch fits at once: nothing is faster. What truly fits the run finds out when it compiles its step for its data.
+    """
+    if len(hardware.devices) > 1:
+        return None
+    readers, auto = recipes.reader_bytes(cfg), cfg.compute.remat == "auto"
+    ((strategy, data, model),) = strategies(cfg, readers, 1)
+    placed = placements.place(strategy, readers, data=data, model=model)
+    cfg = config.with_remat(cfg, "none") if auto else cfg
+    program = StepSpec(cfg, recipes.make(cfg, placed, outline=True))
+    if placed_bytes(program) > hardware.limit.usable:
+        return None
+    needs = _guess(program, hardware).needs
+    whole = needs.accumulation == 1 or bool(cfg.train.micro_batch)
+    return (cfg, placed) if needs.peak <= hardware.limit.usable and (whole or not auto) else None
+
+
 def pick(found: Sequence[_C]) -> _C | None:
     """Returns the fastest candidate that fits; of equally fast ones that with the fewest devices, then the least full.
 

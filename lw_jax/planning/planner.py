@@ -121,6 +121,8 @@ def _resolve_placement(cfg: Config, here: Hardware, *, reading: bool) -> tuple[C
     if reading or here.room is None:
         remat = "none" if cfg.compute.remat == "auto" else cfg.compute.remat
         return config.with_remat(cfg, remat), _place_uncompiled(cfg, readers, here, reading=reading)
+    if certain := placement_search.without_compiling(cfg, here):
+        return certain
     plan = make(cfg)
     best = plan.chosen
     if best is None:

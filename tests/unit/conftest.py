@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from lw_jax.core import processes
@@ -19,6 +20,20 @@ def own_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     assert tiny_models.main(["--out", str(folder)]) == 0
     return {family: folder / family for family in tiny_models.MODELS}
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """Names of the functions that the test compiles, as "jit(run)"."""
+    names: list[str] = []
+
+    def listen(event: str, _: float, **fields: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            names.append(fields["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.fixture

@@ -5,10 +5,11 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
-from lw_jax.core import eval_rows
+from lw_jax.core import compiling, eval_rows
 from lw_jax.core.types import Example
 from lw_jax.data.batches import other_examples
 from lw_jax.data.examples import spread
@@ -57,6 +58,25 @@ def test_every_example_is_measured_once_in_each_row(measured):
         assert record["answers"] == list(by_id[record["id"]].answers)
         assert record["tokens"] >= 2 and 0 <= record["hits"] <= record["tokens"] and record["first"] in (0, 1)
         assert encoded.examples[record["index"]].id == record["id"]
+
+
+def test_rows_find_their_programs_compiled(measured, compiled, monkeypatch):
+    recipe, _, built, found, _ = measured
+
+    def compile_together(programs):
+        compiling.compile_together(programs)
+        assert compiled.count("jit(run)") == 2, "text; latents and shuffled"
+        compiled.clear()
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(
+        jaxtyping.config, "jaxtyping_disable", True
+    )  # JAX describes a lowered Prompt's fields in a Prompt
+    monkeypatch.setattr(control_rows, "compile_together", compile_together)
+    rows = ("text", "latents", "shuffled")
+    options = dataclasses.replace(recipe.cfg.eval, examples=COUNT, batch=BATCH, rows=rows, max_new_tokens=3)
+    control_rows.measure(tiny.make_bench(recipe, built), found.encoded, options=options)
+    assert "jit(run)" not in compiled
 
 
 def test_gold_first_token_among_the_five_likeliest_is_counted(measured):

@@ -3,7 +3,9 @@
 import dataclasses
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -248,3 +250,19 @@ def test_what_cannot_be_sent_or_read_is_refused_before_the_wire_is_opened(wire, 
     monkeypatch.setattr(trained_wire, "open_wire", lambda cfg, path, readers: pytest.fail("opened"))
     with pytest.raises(UserError, match=words):
         tiny.ask(wire.recipe.cfg, Path(), **asked)
+
+
+def test_answers_find_the_programs_compiled_that_were_compiled_together(root, message, compiled, monkeypatch):
+    wire, question = tiny.make_wire(root), "Where is it?"
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "default_backend", lambda: "gpu")
+        patch.setattr(
+            jaxtyping.config, "jaxtyping_disable", True
+        )  # JAX describes a lowered Prompt's fields in a Prompt
+        wire.compile_answers(message, question, wire.recipe.wire.readers, text=TEXT)
+    assert compiled.count("jit(run)") >= 2 * len(wire.recipe.wire.readers)
+    compiled.clear()
+    for name in wire.recipe.wire.readers:
+        wire.read(message, name, question)
+        wire.read_text(TEXT, name, question)
+    assert "jit(run)" not in compiled

@@ -26,6 +26,7 @@ from tests import tiny
 from tests.standin import replace_compiler
 from tests.tiny import make_searched_config
 
+SMALL = 0.012  # GB of a device that takes the batch in parts
 LOSS = 1e-5  # relative, fp32 after a few optimizer steps: sums in another order
 
 
@@ -143,6 +144,26 @@ def test_where_memory_is_told_the_plan_is_what_is_settled(root, measure):
     assert (placed.strategy, settled.compute.remat) == (best.strategy, best.remat)
     assert placed.devices == best.devices_used and plans.mesh_of(placed) == best.mesh
     assert dataclasses.replace(settled, compute=cfg.compute, eval=cfg.eval) == cfg
+
+
+@pytest.mark.parametrize(
+    ("changes", "remat"),
+    [
+        ({"mesh__memory_gb": 1.0}, "none"),
+        ({"mesh__memory_gb": 1.0, "compute__remat": "full"}, "full"),
+        ({"mesh__memory_gb": SMALL}, None),
+        ({"mesh__memory_gb": SMALL, "train__micro_batch": 1}, "none"),
+    ],
+)
+def test_one_device_with_room_for_the_whole_batch_has_nothing_to_compile_before_the_run(
+    changes, remat, root, measure, monkeypatch
+):
+    one = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: one)
+    settled, placed = planner.resolve_auto(make_searched_config(root, **changes))
+    assert placed.strategy == "single"
+    assert bool(measure.asked) == (remat is None)
+    assert settled.compute.remat == (remat or planner.make(make_searched_config(root, **changes)).chosen.remat)
 
 
 def test_what_fits_nowhere_is_refused_with_every_reason(root, measure):

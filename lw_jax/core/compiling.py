@@ -1,0 +1,36 @@
+"""Compilation of several programs at once, in threads: XLA compiles without Python's lock."""
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+
+def compile_together(programs: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
+    """Compiles jitted functions for arguments like these; calls with such arguments then find them compiled.
+
+    No arguments are kept. Nothing is done on a CPU, whose compiler takes all cores for one program, and in several
+    processes, which compile in one order: there first calls compile.
+
+    Args:
+        programs: (jitted function, its positional arguments), static ones among them; equal ones are compiled once.
+    """
+    if jax.default_backend() == "cpu" or jax.process_count() > 1:
+        return
+    seen = set()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = []
+        for function, args in programs:
+            leaves, structure = jax.tree.flatten(args)
+            program = function, structure, tuple(map(_shape, leaves))
+            if program not in seen:
+                seen.add(program)
+                compiled.append(pool.submit(function.lower(*args).compile))
+    for one in compiled:
+        one.result()
+
+
+def _shape(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype, leaf.sharding) if isinstance(leaf, jax.Array) else leaf
