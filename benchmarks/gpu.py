@@ -29,6 +29,7 @@ KEPT = f"{WIRE} train.global_batch=64 train.micro_batch=64 compute.remat=none"
 OF_PEER = f"{WIRE} train.global_batch={{0}} train.micro_batch={{0}} compute.remat=none"
 RECOMPUTED = f"{WIRE} train.global_batch=256 train.micro_batch=256"
 W8A8 = "llms.llama.weights=w8a8 llms.qwen.weights=w8a8"
+FP8 = "llms.llama.weights=fp8 llms.qwen.weights=fp8"
 # Configuration -> that of the small run, with its sizes.
 SMALL = {
     "large.py": ("smoke.py", "data.question_tokens=16 train.global_batch=4 eval.batch=2 eval.max_new_tokens=3"),
@@ -58,6 +59,7 @@ class Case:
 CASES = (
     Case("wire step, kept", "bench", "large.py", KEPT),
     Case("wire step, w8a8", "bench", "large.py", KEPT, W8A8),
+    Case("wire step, fp8", "bench", "large.py", KEPT, FP8),
     Case("wire step, peer at 16", "peer", "large.py", OF_PEER.format(16)),
     Case("answers", "bench", "large.py", WIRE, words="--parts encode,answer"),
     Case("answers, unstacked", "bench", "large.py", WIRE, "eval.layers=unstacked", "--parts answer"),

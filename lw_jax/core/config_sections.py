@@ -36,8 +36,8 @@ class LLM:
     weights: str = key(
         "fp32",
         "how the weights are stored; nf4 (4.25 bits a value), int8 and awq (an AutoAWQ folder) pack the layers' "
-        "matrices, w8a8 also multiplies in int8; on a CPU fp32 and bf16 are as compute.dtype multiplies",
-        choices=("fp32", "bf16", "int8", "nf4", "awq", "w8a8"),
+        "matrices, w8a8 and fp8 also multiply in int8 and fp8; on a CPU fp32 and bf16 are as compute.dtype multiplies",
+        choices=("fp32", "bf16", "int8", "nf4", "awq", "w8a8", "fp8"),
     )
     template: str = key(
         "plain", "the prompt as it is, or in the tokenizer's chat template", choices=("plain", "chat"), shapes="no"

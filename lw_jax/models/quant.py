@@ -9,6 +9,8 @@ A packed matrix is a plain dict in the place of its array, [out, in] as before:
     w8a8   codes i8[.. in], row f32[.. 1]: the same numbers, for int8 matmuls (`multiply`): a token's inputs, and
            backward the gradients of its outputs, are rounded to 8 bits likewise
            (SwitchBack, Wortsman et al. 2023, with frozen weights)
+    fp8    codes u8[.. in], row f32[.. 1]: the bits of f8e4m3, a row divided so that its largest value is 448; likewise
+           in fp8 matmuls. As floats XLA's CPU backend would convert the whole stack for every layer of a scan
 
 The lower four bits of a byte are the even position. JAX's own int4 is not used: a scan unpacks the whole stack of it
 first, and on the CPU as bytes.
@@ -19,14 +21,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float, Shaped
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 
 RESTORED = ("nf4", "awq", "int8")  # dequantised before the matmul
-PACKED = (*RESTORED, "w8a8")
-_ROWS = {"int8": "scale", "w8a8": "row"}  # kind -> the name of its scales, one a row of `in`
+PACKED = (*RESTORED, "w8a8", "fp8")
+# Kinds with one scale a row of `in` -> its name, and the dtype of the codes
+_ROWS = {"int8": ("scale", jnp.int8), "w8a8": ("row", jnp.int8), "fp8": ("row", jnp.uint8)}
+_FP8 = jnp.float8_e4m3fn
 BLOCK = {"nf4": 64, "awq": 128}
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of every layer; embedding, head, norms, biases stay as they are
 LEVELS = (
@@ -41,10 +45,8 @@ def describe(shape: tuple[int, ...], kind: str) -> Tree:
     """Returns a packed matrix [.. in] as shapes."""
     *out, size = shape
     if kind in _ROWS:
-        return {
-            "codes": jax.ShapeDtypeStruct(shape, jnp.int8),
-            _ROWS[kind]: jax.ShapeDtypeStruct((*out, 1), jnp.float32),
-        }
+        scale, dtype = _ROWS[kind]
+        return {"codes": jax.ShapeDtypeStruct(shape, dtype), scale: jax.ShapeDtypeStruct((*out, 1), jnp.float32)}
     blocks = (*out, size // BLOCK[kind])
     packed = {"codes": jax.ShapeDtypeStruct((*out, size // 2), jnp.uint8)}
     if kind == "nf4":
@@ -79,11 +81,12 @@ def inputs_last(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @functools.partial(jax.jit, static_argnames="kind")
 def pack(matrix: jax.Array, kind: str) -> Tree:
-    """Returns a matrix [.. in] packed as "nf4", "int8" or "w8a8" (`awq` is only ever read from a file)."""
+    """Returns a matrix [.. in] packed as a kind of `PACKED` but "awq", which is only ever read from a file."""
     wide = matrix.astype(jnp.float32)
     if kind in _ROWS:
-        codes, scale = _round_rows(wide)
-        return {"codes": codes, _ROWS[kind]: scale}
+        name, dtype = _ROWS[kind]
+        codes, scale = _round_rows(wide, jnp.int8 if dtype == jnp.int8 else _FP8)
+        return {"codes": jax.lax.bitcast_convert_type(codes, dtype), name: scale}
     blocks = wide.reshape(*matrix.shape[:-1], -1, BLOCK[kind])
     scale = jnp.max(jnp.abs(blocks), axis=-1).astype(jnp.bfloat16)
     unit = blocks / jnp.where(scale > 0, scale, 1).astype(jnp.float32)[..., None]
@@ -95,10 +98,13 @@ def pack(matrix: jax.Array, kind: str) -> Tree:
     return {"codes": codes[..., 0::2] | (codes[..., 1::2] << 4), "scale": scale}
 
 
-def _round_rows(wide: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns fp32 values as i8[.. in] and the scale f32[.. 1] of each row."""
-    scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / jnp.float32(127)
-    return jnp.round(wide / jnp.where(scale > 0, scale, 1.0)).astype(jnp.int8), scale
+def _round_rows(wide: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Returns fp32 values in 8 bits, int8 or fp8 [.. in], and the scale f32[.. 1] of each row."""
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    most = jnp.iinfo(dtype).max if whole else float(jnp.finfo(dtype).max)
+    scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / jnp.float32(most)
+    unit = wide / jnp.where(scale > 0, scale, 1.0)
+    return (jnp.round(unit) if whole else unit).astype(dtype), scale
 
 
 def _midpoints() -> np.ndarray:
@@ -108,8 +114,8 @@ def _midpoints() -> np.ndarray:
 
 def restore(packed: Tree, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Dequantises a packed matrix to [.. in] in `dtype`; nf4 and int8 equal qwix's to the bit."""
-    codes = packed["codes"]
-    if codes.dtype == jnp.int8:
+    codes = _values(packed)
+    if codes.dtype != jnp.uint8:
         return codes.astype(dtype) * packed["row" if multiplies(packed) else "scale"].astype(dtype)
     scale = packed["scale"]
     nibbles = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*scale.shape, -1)
@@ -122,17 +128,26 @@ def restore(packed: Tree, dtype: jax.typing.DTypeLike) -> jax.Array:
     return values.reshape(*codes.shape[:-1], -1)
 
 
+def _values(packed: Tree) -> jax.Array:
+    """Returns a matrix' codes, those of fp8 as floats."""
+    codes = packed["codes"]
+    return jax.lax.bitcast_convert_type(codes, _FP8) if multiplies(packed) and codes.dtype == jnp.uint8 else codes
+
+
 def multiplies(packed: Tree) -> bool:
-    """Returns True for a packed matrix of int8 matmuls ("w8a8"), which is not restored."""
+    """Returns True for a packed matrix of 8-bit matmuls ("w8a8", "fp8"), which is not restored."""
     return "row" in packed
 
 
 @jax.custom_vjp
 def multiply(x: Float[Array, "b t i"], packed: Tree) -> Float[Array, "b t *o"]:
-    """Returns x times a "w8a8" matrix [.. in], accumulated in int32; only x has a gradient, as the matrix is frozen."""
+    """Returns x times a "w8a8" or "fp8" matrix [.. in], accumulated in int32 or fp32.
+
+    Only x has a gradient, as the matrix is frozen.
+    """
     codes, row = _flat(packed)
-    rounded, scale = _round_rows(x.astype(jnp.float32))
-    y = _integer_product("bti,oi->bto", rounded, codes) * scale * row
+    rounded, scale = _round_rows(x.astype(jnp.float32), codes.dtype)
+    y = _product("bti,oi->bto", rounded, codes, x.dtype) * scale * row
     return y.astype(x.dtype).reshape(*x.shape[:2], *packed["codes"].shape[:-1])
 
 
@@ -145,20 +160,22 @@ def _multiply_backward(packed: Tree, gradient: Float[Array, "b t *o"]) -> tuple[
     codes, row = _flat(packed)
     # The scales belong to the rows that are summed over here: they multiply the gradient before it is rounded.
     wide = gradient.reshape(*gradient.shape[:2], -1).astype(jnp.float32) * row
-    rounded, scale = _round_rows(wide)
-    return (_integer_product("bto,oi->bti", rounded, codes) * scale).astype(gradient.dtype), None
+    rounded, scale = _round_rows(wide, codes.dtype)
+    return (_product("bto,oi->bti", rounded, codes, gradient.dtype) * scale).astype(gradient.dtype), None
 
 
 multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
-def _flat(packed: Tree) -> tuple[Int8[Array, "o i"], Float[Array, "1 1 o"]]:
-    codes = packed["codes"]
+def _flat(packed: Tree) -> tuple[Shaped[Array, "o i"], Float[Array, "1 1 o"]]:
+    codes = _values(packed)
     return codes.reshape(-1, codes.shape[-1]), packed["row"].reshape(1, 1, -1)
 
 
-def _integer_product(product: str, x: jax.Array, codes: jax.Array) -> jax.Array:
-    return jnp.einsum(product, x, codes, preferred_element_type=jnp.int32).astype(jnp.float32)
+def _product(product: str, x: jax.Array, codes: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns a product of 8-bit factors in fp32; that of fp8 has passed through `dtype`, as a float product would."""
+    out = jnp.int32 if codes.dtype == jnp.int8 else dtype
+    return jnp.einsum(product, x, codes, preferred_element_type=out).astype(jnp.float32)
 
 
 # Nibble of an int32 that holds column j of eight, in AutoAWQ's "gemm" layout.

@@ -12,7 +12,7 @@ from lw_jax.planning.plans import Remedy
 
 CLOSE = 1.1  # of the limit; arithmetic is up to 12 % above what is compiled (two RTX 4090, nf4: 21.0 for 19.3 GB)
 # Packing -> its name in messages, and the storage types that take more bits.
-PACKINGS = {"int8": ("8 bits", (*DTYPES,)), "nf4": ("4 bits", (*DTYPES, "int8", "w8a8"))}
+PACKINGS = {"int8": ("8 bits", (*DTYPES,)), "nf4": ("4 bits", (*DTYPES, "int8", "w8a8", "fp8"))}
 _fullness = operator.attrgetter("peak_bytes")
 
 

@@ -24,7 +24,7 @@ NETWORK_SECONDS = 40e-6  # the same between nodes
 # wide integers) a training step holds only small products.
 _NEXT = {"fp8": "bf16", "other": "fp32"}
 # JAX's name of a product's factors -> its arithmetic by default
-ARITHMETIC = {"float32": "tf32", "bfloat16": "bf16", "float16": "bf16", "int8": "int8"}
+ARITHMETIC = {"float32": "tf32", "bfloat16": "bf16", "float16": "bf16", "int8": "int8", "float8_e4m3fn": "fp8"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Speed:
 
     @staticmethod
     def of(card: Card) -> "Speed":
-        peaks = {name: card.peak.get(word, card.peak["fp32"]) * MATMUL_FRACTION for name, word in ARITHMETIC.items()}
+        peaks = {name: _peak(card, word) * MATMUL_FRACTION for name, word in ARITHMETIC.items()}
         return Speed(peaks, card.peak["fp32"] * MATMUL_FRACTION, card.bandwidth * BANDWIDTH_FRACTION)
 
     def predict(self, costs: Costs) -> Times:
