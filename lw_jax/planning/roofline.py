@@ -74,14 +74,11 @@ def predict(program: Program, target: Target) -> Times:
 
 
 def seconds_of(kernel: Kernel, card: Card) -> float:
-    """Returns the seconds of one run of a kernel."""
-    traffic = kernel.bytes / (card.bandwidth * BANDWIDTH_FRACTION)
-    arithmetic = kernel.flops / (_peak(card, kernel.arithmetic) * MATMUL_FRACTION) if kernel.flops else 0.0
-    return max(arithmetic, traffic, KERNEL_SECONDS)
-
-
-def _peak(card: Card, arithmetic: str) -> float:
-    return card.peak[arithmetic if arithmetic in card.peak else _NEXT[arithmetic]]
+    seconds = max(kernel.bytes / (card.bandwidth * BANDWIDTH_FRACTION), KERNEL_SECONDS)
+    if kernel.flops:
+        peak = card.peak[kernel.arithmetic if kernel.arithmetic in card.peak else _NEXT[kernel.arithmetic]]
+        seconds = max(seconds, kernel.flops / (peak * MATMUL_FRACTION))
+    return seconds
 
 
 def _collective_seconds(collective: Collective, target: Target) -> float:
