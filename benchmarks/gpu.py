@@ -49,6 +49,11 @@ class Case:
     values: str = ""
     words: str = "--parts step"
 
+    def of(self, *, small: bool) -> tuple[str, dict[str, str]]:
+        """Returns the configuration's file and the values beside it."""
+        config, sizes = SMALL[self.config] if small else (self.config, self.sizes)
+        return config, dict(word.split("=", 1) for word in f"{sizes} {self.values}".split())
+
 
 CASES = (
     Case("wire step, kept", "bench", "large.py", KEPT),
@@ -87,9 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(case: Case, *, small: bool) -> dict[str, Any]:
     """Returns what a case's command wrote, with the command and its seconds."""
-    config, sizes = SMALL[case.config] if small else (case.config, case.sizes)
-    values = (word.split("=", 1) for word in f"{sizes} {case.values}".split())
-    own = ["--config", f"configs/{config}", *common.flags(dict(values))]
+    config, values = case.of(small=small)
+    own = ["--config", f"configs/{config}", *common.flags(values)]
     with tempfile.TemporaryDirectory() as folder:
         file, turns = Path(folder) / "bench.json", "--rounds 1 --steps 1" if small else "--rounds 2 --steps 5"
         if case.script == "load":
