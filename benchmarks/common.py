@@ -111,14 +111,9 @@ def apart(
         return json.loads(told.splitlines()[-1])
     if errors is None:
         raise UserError(f"{place} {words}: ended with code {begun.returncode}; its error is above")
-    raise UserError(f"failed with code {begun.returncode}: {_reason(errors)}")
-
-
-def _reason(errors: str) -> str:
-    """Returns the line of a stderr that names the error, the last of them, at most 200 characters."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"error:|[\w.]*(Error|Exception|Failed)\b", line)]
-    return (named or lines or ["no word"])[-1][:200]
+    raise UserError(f"failed with code {begun.returncode}: {(named or lines or ['no word'])[-1][:200]}")
 
 
 def main() -> int:

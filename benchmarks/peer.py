@@ -53,10 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := [part for part in parts if part not in PARTS[cfg.recipe]]:
         raise UserError(f"--parts {unknown[0]}: recipe {cfg.recipe!r} has {', '.join(PARTS[cfg.recipe])}; name some")
 
-    def every(part: str) -> list[Variant]:
-        own = [Variant(side, "own", "as configured") for side in ("ours", "theirs")]
-        return variants.of_part(part, cfg.recipe) if best else own
-
+    configured = [Variant(side, "own", "as configured") for side in ("ours", "theirs")]
+    ways = {part: variants.of_part(part, cfg.recipe) if best else configured for part in parts}
     with tempfile.TemporaryDirectory() as folder:
         sides = Sides(cfg.recipe, {"config": args.config, "assignments": assignments, "case": folder})
         found: Told = {"config": args.config, "assignments": assignments, "precision": args.precision}
@@ -69,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps(found, indent=2))
             print("error: the two sides do not compute the same; nothing is timed", file=sys.stderr)
             return 1
-        found["parts"] = {part: compare(sides, part, every(part), args.rounds, args.steps) for part in parts}
+        found["parts"] = {part: compare(sides, part, ways[part], args.rounds, args.steps) for part in parts}
     ratios = {part: one["ratio"]["median"] for part, one in found["parts"].items() if "ratio" in one}
     found["theirs_over_ours_best"] = ratios
     if args.json:
@@ -180,7 +178,10 @@ def measure(sides: Sides, part: str, entry: Entry) -> None:
         entry.why = str(error)
         return
     entry.off = variants.differences(part, found, reference)
-    entry.why = variants.refusal(entry.off, entry.variant.tolerance) if entry.variant.counted else ""
+    if entry.variant.counted:
+        entry.why = variants.refusal(
+            entry.off, variants.TOLERANCE["fp32" if entry.variant.precision == "fp32" else "bf16"]
+        )
 
 
 if __name__ == "__main__":

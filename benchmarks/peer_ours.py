@@ -22,7 +22,7 @@ from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import families, peft, weights
 from lw_jax.models import decoder
 from lw_jax.planning import workload
-from lw_jax.recipes import encoder_bodies, frozen_models
+from lw_jax.recipes import frozen_models
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
 from sharding.rules import path_of
@@ -96,7 +96,7 @@ def trainable(cfg: Config, recipe: Any) -> Any:
         shapes = recipe.abstract().trainable
         rng = np.random.default_rng(SEED)
         return jax.tree.map(lambda x: rng.normal(0, 0.02, x.shape).astype(x.dtype), shapes)
-    body = encoder_bodies.BODIES["lm"].load(Path(cfg.encoder.source), cfg.encoder.layers)
+    body = frozen_models.BODIES["lm"].load(Path(cfg.encoder.source), cfg.encoder.layers)
     sizes = dict.fromkeys(cfg.llms, np.float32(0.02))
     return jax.jit(recipe.wire.init)(jax.random.key(SEED), body=body, embedding_rms=sizes)
 

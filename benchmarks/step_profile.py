@@ -64,16 +64,19 @@ def measure(config: str, values: dict[str, str]) -> tuple[str, list[Row]]:
     """Returns a step on this CPU and its kernels."""
     import jax
 
+    from lw_jax.benchmarking import timing
     from lw_jax.benchmarking.measurement import Measured
     from lw_jax.planning import hlo_counts, planner
+    from lw_jax.training.step_spec import StepSpec
 
     if jax.default_backend() != "cpu":
         raise UserError("the events of a GPU have other names; use jax.profiler and XProf there")
     measured = Measured(*planner.resolve_auto(common.load(config, values)), repeats=1)
     (row,), needs = measured.step(), measured.needs
     assert needs and row.seconds, "the step was measured"
-    kernels = hlo_counts.kernels_by_name(needs.programs["step"][0].as_text())
-    found = trace(stepper(measured, needs))
+    spec, (compiled, _) = StepSpec(measured.cfg, measured.recipe), needs.programs["step"]
+    batch = measured.fill(spec.batch(measured.recipe.batch_widths(), needs.accumulation))
+    found, kernels = trace(timing.stepper(spec, compiled, batch)), hlo_counts.kernels_by_name(compiled.as_text())
     taken = [(kernels[name], seconds) for name, seconds in found.items() if name in kernels]  # no loops
     return f"a step of {row.seconds.median:.2f} s", [(name_of(one), seconds, one.bytes) for one, seconds in taken]
 
@@ -82,38 +85,19 @@ def name_of(kernel: Any) -> str:
     return f"{kernel.source or REST}{', products' if kernel.flops else ''}"
 
 
-def stepper(measured: Any, needs: Any) -> Callable[[], Any]:
-    """Returns the measured step on random arrays."""
-    import jax
-
-    from lw_jax.benchmarking import timing
-    from lw_jax.training.step_spec import StepSpec
-
-    spec, (compiled, _) = StepSpec(measured.cfg, measured.recipe), needs.programs["step"]
-    batch = measured.fill(spec.batch(measured.recipe.batch_widths(), needs.accumulation))
-    now, frozen = {"state": timing.fill(spec.state)}, timing.fill(spec.frozen)
-
-    def step() -> Any:
-        now["state"], values = compiled(now["state"], frozen, batch)
-        return jax.block_until_ready((now["state"], values))
-
-    return step
-
-
 def trace(step: Callable[[], Any]) -> dict[str, float]:
     import jax
 
     found: dict[str, float] = collections.defaultdict(float)
-    step()  # warms up
+    jax.block_until_ready(step())  # warms up
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            step()
+            jax.block_until_ready(step())
         (file,) = Path(folder).rglob("*.xplane.pb")
         for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
             for line in plane.lines:
                 for event in line.events:
-                    name = dict(event.stats).get("hlo_op")
-                    if name:
+                    if name := dict(event.stats).get("hlo_op"):
                         found[str(name)] += event.duration_ns / 1e9
     return found
 

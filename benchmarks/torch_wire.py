@@ -83,12 +83,6 @@ class Wire(torch.nn.Module):
         if job.precision == "whole":
             self.to(torch.bfloat16)
 
-    def keep_little(self) -> None:
-        one: Any
-        for one in (self.body, *self.readers.values()):
-            one.gradient_checkpointing_enable({"use_reentrant": False})
-            one.train()  # or transformers does not recompute; there is no dropout
-
     def latents(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         seen = torch.where(mask[:, None, None], 0.0, float("-inf")).to(self.body.dtype)
         states = self.body(
@@ -156,8 +150,10 @@ def load_trainable(wire: Wire, stored: Arrays) -> None:
 
 def train(wire: Wire, batch: Arrays, job: Job) -> Callable[[], Any]:
     """Returns the training step: -> (loss, gradient's norm)."""
-    if job.spec["remat"] != "none":
-        wire.keep_little()
+    model: Any
+    for model in (wire.body, *wire.readers.values()) if job.spec["remat"] != "none" else ():
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()  # or transformers does not recompute; there is no dropout
     forward = torch.compile(wire) if job.compiled else wire
 
     def call() -> torch.Tensor:

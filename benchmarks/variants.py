@@ -43,10 +43,6 @@ class Variant:
     def name(self) -> str:
         return f"{self.label}, compiled" if self.compiled else self.label
 
-    @property
-    def tolerance(self) -> float:
-        return TOLERANCE["fp32" if self.precision == "fp32" else "bf16"]
-
 
 FP32 = Variant("theirs", "fp32", "fp32")
 AUTOCAST = Variant("theirs", "autocast", "bf16 autocast")
@@ -80,11 +76,9 @@ def differences(part: str, found: Told, reference: Told) -> dict[str, float]:
         return {key: abs(found[key] / reference[key] - 1) for key in ("loss", "grad_norm")}
     with np.load(Path(found["file"])) as mine, np.load(Path(reference["file"])) as theirs:
         keys = [key for key in theirs.files if (key == "latents" if part == "encode" else key.endswith("/logits"))]
-        return {key: _distance(mine[key], theirs[key]) for key in keys}
-
-
-def _distance(mine: np.ndarray, theirs: np.ndarray) -> float:
-    return float(np.sqrt(np.mean((mine - theirs) ** 2) / np.mean(theirs**2)))
+        return {
+            key: float(np.sqrt(np.mean((mine[key] - theirs[key]) ** 2) / np.mean(theirs[key] ** 2))) for key in keys
+        }
 
 
 def refusal(found: Mapping[str, float], tolerance: float) -> str:

@@ -4,17 +4,15 @@ Weights and tokens are random and a step's batch is at the configuration's limit
 word is padded; `input` and `load` read the configuration's own data and weights.
 """
 
-import contextlib
 import functools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.compilation_cache import compilation_cache
 
 from lw_jax import recipes
 from lw_jax.benchmarking import timing
@@ -29,7 +27,7 @@ from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import weights
 from lw_jax.hub.tensor_files import list_tensors
 from lw_jax.models.wire import Prompt
-from lw_jax.planning import workload
+from lw_jax.planning import gpus, workload
 from lw_jax.recipes import frozen_models
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import memory, memory_limit, micro_batch_search, out_of_memory
@@ -102,14 +100,14 @@ class Measured:
         """Compiles the step twice, from an empty cache and from a filled one, and takes it."""
         cfg, widths = self.cfg, self.recipe.batch_widths()
         accumulation = self._accumulation(widths)
-        with tempfile.TemporaryDirectory() as folder, _compile_cache(Path(folder)), out_of_memory.detect():
+        with tempfile.TemporaryDirectory() as folder, gpus.compile_cache(folder), out_of_memory.detect():
             cold, self.needs = _seconds(lambda: memory.measure(StepSpec(cfg, self.recipe), widths, accumulation))
             jax.clear_caches()
             program = StepSpec(cfg, self.recipe)
             cached, needs = _seconds(lambda: memory.measure(program, widths, accumulation))
             call: Any = needs.programs["step"][0] if "step" in needs.programs else program.step
             batch = self.fill(program.batch(widths, accumulation))
-            samples = timing.steps(program, call, batch, repeats=self.repeats)
+            samples = timing.repeat(timing.stepper(program, call, batch), repeats=self.repeats, warmup=2)
         seconds, peak = Spread.of(samples), timing.peak_bytes()  # before the ceilings' own peak
         work = workload.step_flops(cfg)
         reached = work / (seconds.median * self.ceilings.matmul * self.placement.devices)
@@ -165,10 +163,10 @@ class Measured:
 
     def encode(self) -> list[Row]:
         trainable, body = timing.fill(workload.encoder(self.recipe))
-        filled = self.fill(workload.texts(self.cfg, self.placement))
+        filled = self.fill(workload.texts(self.recipe))
         encode = WireFunctions(self.recipe.wire, self.placement).encode
         seconds = Spread.of(timing.repeat(lambda: encode(trainable, filled, body), repeats=self.repeats))
-        return [encode_row(self.cfg, self.recipe, self.ceilings, seconds.median, seconds=seconds)]
+        return [encode_row(self.recipe, self.ceilings, seconds.median, seconds=seconds)]
 
     def prefill(self) -> list[Row]:
         """Reads one prompt with each reader, of a text and of a message; the message's adapter is not among it."""
@@ -177,7 +175,7 @@ class Measured:
     def _prefill(self, name: str) -> list[Row]:
         params = timing.fill(workload.reader(self.recipe, name))
         begin = WireFunctions(self.recipe.wire, self.placement).begin
-        shapes, fields = workload.single_prompts(self.cfg, self.recipe, name), {}
+        shapes, fields = workload.single_prompts(self.recipe, name), {}
         for kind, prompt in shapes.items():
             filled = Prompt(*timing.fill(prompt))
 
@@ -193,15 +191,14 @@ class Measured:
 
     def _generate(self, name: str) -> Row:
         params = timing.fill(workload.reader(self.recipe, name))
-        filled = Prompt(*timing.fill(workload.prompts(self.cfg, self.recipe, name)))
+        filled = Prompt(*timing.fill(workload.prompts(self.recipe, name)))
         generate = WireFunctions(self.recipe.wire, self.placement).generate
 
         def run(count: int) -> Spread:
             return Spread.of(timing.repeat(lambda: generate(params, filled, name, count), repeats=self.repeats))
 
         whole, short = run(self.cfg.eval.max_new_tokens), run(1)
-        both = whole.median, short.median
-        return answer_row(self.cfg, self.recipe, name, self.ceilings, both, seconds=whole)
+        return answer_row(self.recipe, name, self.ceilings, (whole.median, short.median), seconds=whole)
 
     def load(self) -> list[Row]:
         """Loads each reader's weights, once, and reads the same files for their bytes alone."""
@@ -297,15 +294,3 @@ def _host_bytes(*, peak: bool) -> int | None:
     if not peak:
         reset.write_text("5", "utf-8")  # sets the high-water mark back
     return 1024 * int(found["VmHWM" if peak else "VmRSS"].split()[0])
-
-
-@contextlib.contextmanager
-def _compile_cache(folder: Path) -> Iterator[None]:
-    before = jax.config.values["jax_compilation_cache_dir"]
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    compilation_cache.reset_cache()  # or the one that is open already would go on
-    try:
-        yield
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
-        compilation_cache.reset_cache()

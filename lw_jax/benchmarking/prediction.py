@@ -17,7 +17,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.models.wire import Prompt
-from lw_jax.planning import decode_layout, gpus, hlo_counts, planner, roofline, workload
+from lw_jax.planning import generation_memory, gpus, hlo_counts, planner, roofline, workload
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import memory_limit
 from sharding import placement as placements
@@ -47,7 +47,7 @@ class Predicted:
         self.placement = placements.place(best.strategy, sizes, data=best.data, model=best.model, devices=devices)
         card = self.target.card
         room = memory_limit.of_devices(cfg, card.memory_bytes)
-        self.cfg = decode_layout.resolve_layers(config.with_remat(cfg, best.remat), self.placement, room)
+        self.cfg = generation_memory.resolve_layers(config.with_remat(cfg, best.remat), self.placement, room)
         self.recipe: Any = recipes.make(self.cfg, self.placement, outline=True)
         dtype = workload.arithmetic(cfg, self.placement.platform)
         self.ceilings = Ceilings(dtype, card.peak[roofline.ARITHMETIC[dtype]], card.bandwidth)
@@ -93,16 +93,15 @@ class Predicted:
         ]
 
     def encode(self) -> list[Row]:
-        source = workload.texts(self.cfg, self.placement)
         trainable, body = workload.encoder(self.recipe)
-        found = self._compile(jax.jit(self.recipe.wire.encode).lower(trainable, source, body))
-        return [encode_row(self.cfg, self.recipe, self.ceilings, found["predicted_seconds"], **found)]
+        found = self._compile(jax.jit(self.recipe.wire.encode).lower(trainable, workload.texts(self.recipe), body))
+        return [encode_row(self.recipe, self.ceilings, found["predicted_seconds"], **found)]
 
     def prefill(self) -> list[Row]:
         return [row for name in self.placement.readers for row in self._prefill(name)]
 
     def _prefill(self, name: str) -> list[Row]:
-        shapes, params = workload.single_prompts(self.cfg, self.recipe, name), workload.reader(self.recipe, name)
+        shapes, params = workload.single_prompts(self.recipe, name), workload.reader(self.recipe, name)
         begin = WireFunctions(self.recipe.wire, self.placement).begin
         lower = jax.jit(lambda params, prompt: begin(params, Prompt(*prompt), name, 1)).lower
         fields = {kind: self._compile(lower(params, prompt)) for kind, prompt in shapes.items()}
@@ -113,7 +112,7 @@ class Predicted:
         return [self._generate(name) for name in self.placement.readers]
 
     def _generate(self, name: str) -> Row:
-        prompts, params = workload.prompts(self.cfg, self.recipe, name), workload.reader(self.recipe, name)
+        prompts, params = workload.prompts(self.recipe, name), workload.reader(self.recipe, name)
 
         def generate(params: Tree, prompts: Tree, count: int) -> jax.Array:
             return self.recipe.wire.generate(params, name, Prompt(*prompts), max_new_tokens=count)
@@ -122,7 +121,7 @@ class Predicted:
         counts = self.cfg.eval.max_new_tokens, 1
         found, other = (self._compile(lower(params, prompts, count)) for count in counts)
         both = found["predicted_seconds"], other["predicted_seconds"]
-        return answer_row(self.cfg, self.recipe, name, self.ceilings, both, **found)
+        return answer_row(self.recipe, name, self.ceilings, both, **found)
 
     def _compile(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
         compiled: Any = gpus.compile_lowered(lowered)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from lw_jax.benchmarking.timing import Ceilings, Spread
-from lw_jax.core.config import Config
 from lw_jax.planning import workload
 from lw_jax.recipes.latentwire import LatentWire
 
@@ -35,10 +34,10 @@ class Row:
     why_not: str = ""  # what stood in the way
 
 
-def encode_row(cfg: Config, recipe: LatentWire, ceilings: Ceilings, median: float, **fields: Any) -> Row:
+def encode_row(recipe: LatentWire, ceilings: Ceilings, median: float, **fields: Any) -> Row:
     """Returns the row of writing a batch of texts that fill the encoder's window; `median` is in seconds."""
-    spec = cfg.encoder
-    batch, tokens = workload.texts(cfg, recipe.placement)["ids"].shape
+    spec = recipe.cfg.encoder
+    batch, tokens = workload.texts(recipe)["ids"].shape
     work = workload.encode_flops(recipe)
     return Row(
         "encode",
@@ -64,12 +63,10 @@ def prefill_rows(name: str, prompts: dict[str, workload.PromptShapes], fields: d
     return [rows[0], dataclasses.replace(rows[1], what=f"{rows[1].what}; the text takes {ratio:.2f} x as long")]
 
 
-def answer_row(
-    cfg: Config, recipe: LatentWire, name: str, ceilings: Ceilings, medians: tuple[float, float], **fields: Any
-) -> Row:
+def answer_row(recipe: LatentWire, name: str, ceilings: Ceilings, medians: tuple[float, float], **fields: Any) -> Row:
     """Returns the row of a reader's answers; `medians` are the seconds of answers of all tokens and of one token."""
-    prompts, params = workload.prompts(cfg, recipe, name), workload.reader(recipe, name)
-    tokens, model = cfg.eval.max_new_tokens, recipe.wire.readers[name].config
+    prompts, params = workload.prompts(recipe, name), workload.reader(recipe, name)
+    tokens, model = recipe.cfg.eval.max_new_tokens, recipe.wire.readers[name].config
     whole, short = medians
     token = (whole - short) / max(1, tokens - 1)
     need = workload.token_bytes(params, model, prompts, tokens)
@@ -124,14 +121,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         seconds, spread = row.seconds.median, f"{row.seconds.least:.4f}..{row.seconds.most:.4f}"
     else:
         return (row.part, row.subject, "not measured", *"-----", row.why_not)
-    share = next(
-        (
-            f"{value:.0%} {name}"
-            for value, name in ((row.of_matmul, "matmul"), (row.of_bandwidth, "memory"))
-            if value is not None
-        ),
-        "-",
-    )
+    shares = {"matmul": row.of_matmul, "memory": row.of_bandwidth}
+    share = next((f"{value:.0%} {name}" for name, value in shares.items() if value is not None), "-")
     peak = "-" if row.peak_bytes is None else f"{row.peak_bytes / 1e9:.3f} {row.peak_from}"
     return (
         row.part,

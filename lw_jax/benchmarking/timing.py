@@ -103,19 +103,19 @@ def _draw(key: jax.Array, leaves: Sequence[jax.ShapeDtypeStruct], ids: int) -> l
     return [one(own, leaf) for leaf, own in zip(leaves, jax.random.split(key, len(leaves)), strict=True)]
 
 
-def steps(program: StepSpec, call: Callable[..., Any], batch: Tree, *, repeats: int) -> list[float]:
-    """Returns the seconds of each training step on random weights, after two that warm up.
+def stepper(program: StepSpec, call: Callable[..., Any], batch: Tree) -> Callable[[], Any]:
+    """Returns the training step on random weights: -> the new state and what else `call` gives.
 
     `call` takes (state, frozen, batch) and gives the next state first, as the program's step does; it takes the state.
     """
-    now = {"state": fill(program.state)}
-    frozen = fill(program.frozen)
+    state, frozen = fill(program.state), fill(program.frozen)
 
     def step() -> Any:
-        now["state"], values = call(now["state"], frozen, batch)
-        return now["state"], values
+        nonlocal state
+        state, values = call(state, frozen, batch)
+        return state, values
 
-    return repeat(step, repeats=repeats, warmup=2)
+    return step
 
 
 def peak_bytes() -> int | None:

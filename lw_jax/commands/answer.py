@@ -39,10 +39,14 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
     runtime.tell_device()
     with contextlib.redirect_stdout(sys.stderr if args.write == "-" else sys.stdout):
         wire = trained_wire.open_wire(cfg, loaded.workdir, args.reader or ())
-        if message and isinstance(wire, CodedWire):
-            wire = wire.at(args.ratio)
-        with phase("writing the message, which first compiles"):
-            message = message or _encode(wire, text, args)
+        if message:
+            wire = wire.at(args.ratio) if isinstance(wire, CodedWire) else wire
+        else:
+            with phase("writing the message, which first compiles"):
+                if isinstance(wire, CodedWire):
+                    message = wire.write(text, ratio=args.ratio, readers=tuple(args.reader or ()))
+                else:
+                    message = wire.write(text, 8 if args.bits is None else args.bits, args.slots, args.width)
         if args.write not in (None, "-"):
             message_io.write_message(message, args.write)
         _print_answers(wire, message, text, questions, dict.fromkeys(args.reader or cfg.llms))
@@ -69,33 +73,22 @@ def _check_message(cfg: Config, args: argparse.Namespace, message: bytes) -> Non
         trained_wire.resolve_channel(cfg.encoder, bits=bits, slots=args.slots, width=args.width)
 
 
-def _encode(wire: "TrainedWire | CodedWire", text: str, args: argparse.Namespace) -> bytes:
-    from lw_jax.inference.coded_wire import CodedWire
-
-    if isinstance(wire, CodedWire):
-        return wire.write(text, ratio=args.ratio, readers=tuple(args.reader or ()))
-    return wire.write(text, 8 if args.bits is None else args.bits, args.slots, args.width)
-
-
-def _describe(wire: "TrainedWire | CodedWire", message: bytes) -> str:
+def _print_answers(
+    wire: "TrainedWire | CodedWire", message: bytes, text: str, questions: list[str], readers: Collection[str]
+) -> None:
     from lw_jax.inference.coded_wire import CodedWire
     from lw_jax.models import codec
 
     if isinstance(wire, CodedWire):
-        return wire.describe(message)
-    frame = codec.read_frame(message)
-    return f"{frame.slots} x {frame.width} values of {frame.bits} bits"
-
-
-def _print_answers(
-    wire: "TrainedWire | CodedWire", message: bytes, text: str, questions: list[str], readers: Collection[str]
-) -> None:
+        source, described = "message:", wire.describe(message)
+    else:
+        source, frame = "latents:", codec.read_frame(message)
+        described = f"{frame.slots} x {frame.width} values of {frame.bits} bits"
     size = f" for {len(text.encode())} bytes of text" if text else ""
-    print(f"message: {len(message)} bytes ({_describe(wire, message)}){size}")
-    source = "latents:" if wire.recipe.cfg.encoder.kind != "cache" else "message:"
-    for question in questions[:1]:  # the others' programs are mostly the same
+    print(f"message: {len(message)} bytes ({described}){size}")
+    if questions:  # the others' programs are mostly those of the first one
         with phase("compiling"):
-            wire.compile_answers(message, question, readers, text=text)
+            wire.compile_answers(message, questions[0], readers, text=text)
     for question in questions:
         print(f"question: {question}")
         for name in readers:
@@ -104,12 +97,8 @@ def _print_answers(
             print(f"  {name} from {source} {answer}")
             if text:
                 with phase(f"{name} reads the text"):
-                    answer = _read_text(wire, name, text, question)
+                    try:
+                        answer = wire.read_text(text, reader=name, question=question)
+                    except UserError as error:
+                        answer = f"not read: {error}"
                 print(f"  {name} from text:    {answer}")
-
-
-def _read_text(wire: "TrainedWire | CodedWire", reader: str, text: str, question: str) -> str:
-    try:
-        return wire.read_text(text, reader=reader, question=question)
-    except UserError as error:
-        return f"not read: {error}"

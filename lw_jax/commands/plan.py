@@ -68,16 +68,15 @@ def _make(args: argparse.Namespace, loaded: Loaded) -> Plan:
     cfg, target = loaded.cfg, args.target or ""
     on_gpu = not target and jax.default_backend() == "gpu"
     if not cfg.train.steps and not target and not on_gpu:
-        return start_plan.of_cpu(cfg, _measure_cpu(workload.arithmetic(cfg, "cpu")))
+        found = {
+            name: timing.ceilings(name, repeats=3)
+            for name in dict.fromkeys((workload.arithmetic(cfg, "cpu"), "float32"))
+        }
+        speeds, fp32 = {name: ceilings.matmul for name, ceilings in found.items()}, found["float32"]
+        return start_plan.of_cpu(cfg, Speed(speeds, fp32.matmul, fp32.bandwidth))
     if not on_gpu or (args.estimate and cfg.train.steps):  # the machine's own step is planned by compiling
         target = planner.resolve_target(target, config=loaded.spec)
     return planner.plan_run(cfg, target, estimate=args.estimate)
-
-
-def _measure_cpu(dtype: str) -> Speed:
-    found = {one: timing.ceilings(one, repeats=3) for one in dict.fromkeys((dtype, "float32"))}
-    own = found["float32"]
-    return Speed({one: each.matmul for one, each in found.items()}, own.matmul, own.bandwidth)
 
 
 def _with_findings(found: Plan, findings: Sequence[preflight.Finding]) -> dict[str, Any]:

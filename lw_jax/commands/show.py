@@ -41,15 +41,21 @@ def print_values(loaded: Loaded, *, as_json: bool) -> None:
     print(f"\nworkdir {workdir}, digest {identity(cfg)} (of the keys that decide the result)")
 
 
-def print_keys(*, as_json: bool = False) -> None:
+def print_keys(*, as_json: bool) -> None:
     found = list(config.entries())
+    recipes = {
+        entry.path: {name: own[entry.path] for name, own in RECIPES.items() if entry.path in own} for entry in found
+    }
     if as_json:
-        print(json.dumps([_to_dict(entry) for entry in found], indent=2))
+        print(json.dumps([_to_dict(entry, recipes[entry.path]) for entry in found], indent=2))
         return
     for section, entries in groupby(found, key=lambda entry: entry.path.rpartition(".")[0]):
         print(f"{section}." if section else "(top level)")
         for entry in entries:
-            facts = [_default(entry), entry.key.unit, entry.key.range, " | ".join(entry.key.choices)]
+            default = repr(entry.default) + "".join(
+                f" ({name}: {value!r})" for name, value in recipes[entry.path].items()
+            )
+            facts = [default, entry.key.unit, entry.key.range, " | ".join(entry.key.choices)]
             print(f"  {entry.path.rpartition('.')[2]:<19} {entry.type}, {'; '.join(filter(None, facts))}")
             print(textwrap.fill(entry.key.doc, _WIDTH, initial_indent=" " * 22, subsequent_indent=" " * 22))
         print()
@@ -57,18 +63,13 @@ def print_keys(*, as_json: bool = False) -> None:
     print("--config.SECTION.KEY=VALUE; `python run.py show --config FILE` prints the values of a configuration.")
 
 
-def _default(entry: config.Entry) -> str:
-    own = {recipe: values[entry.path] for recipe, values in RECIPES.items() if entry.path in values}
-    return f"{entry.default!r}" + "".join(f" ({recipe}: {value!r})" for recipe, value in own.items())
-
-
-def _to_dict(entry: config.Entry) -> dict[str, Any]:
+def _to_dict(entry: config.Entry, recipes: dict[str, Any]) -> dict[str, Any]:
     rule = entry.key
     return {
         "key": entry.path,
         "type": entry.type,
         "default": entry.default,
-        "recipes": {recipe: values[entry.path] for recipe, values in RECIPES.items() if entry.path in values},
+        "recipes": recipes,
         "unit": rule.unit,
         "choices": list(rule.choices),
         "range": rule.bounds,

@@ -11,7 +11,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.planning import planner
 from lw_jax.planning.planner import inspect, resolve_target
 from lw_jax.planning.plans import Plan
-from lw_jax.slurm import job_list, job_script, past_runs, size_comparison
+from lw_jax.slurm import job_script, past_runs, size_comparison
 from lw_jax.slurm.cluster_profile import PORTABLE, Site, find_site
 from lw_jax.slurm.job import Job, Request, describe_limit, make_job
 from lw_jax.slurm.past_runs import Record
@@ -67,9 +67,9 @@ def _write_list(args: argparse.Namespace, tasks: Sequence[Loaded]) -> None:
             raise UserError(f"no job was written: {name}: {error}") from error
         jobs.append(job)
         notes += [f"{name}: {line}" for line in (record.describe_differences() if record else ())]
-    whole = job_list.join(jobs, kind, name=Path(args.config).stem, logs=workdir.absolute() / "logs")
+    whole = job_script.join(jobs, kind, name=Path(args.config).stem, logs=workdir.absolute() / "logs")
     file = Path(args.output).absolute() if args.output else workdir.absolute() / f"{kind}.sbatch"
-    job_script.write(file, job_list.script(jobs, whole, site, kind), logs=whole.logs)
+    job_script.write(file, job_script.list_script(jobs, whole, site, kind), logs=whole.logs)
     print(_describe_file(file, profile))
     for job in jobs:
         memory = job.host_memory_bytes / 2**30

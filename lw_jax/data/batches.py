@@ -128,7 +128,6 @@ class Encoded:
         return dataclasses.replace(self, source=dataclasses.replace(self.source, ids=ids))
 
     def describe(self) -> list[str]:
-        """Returns report lines: examples used, dropped and cut, and the longest ones beside their limits."""
         used, *lines = example_counts.describe(self.counts, TASKS[self.task])
         lines = [f"{used}; the longest text has {self.source.longest} tokens", *lines]
         for name, fields in self.readers.items():
@@ -254,15 +253,9 @@ def fill(batch: Batch, rows: int) -> Batch:
 def weigh(batch: Batch, valid: np.ndarray) -> Batch:
     """Returns the batch with the weights zeroed of rows that are not valid bool[b]: they add nothing to any sum."""
     readers = {
-        name: fields | {"weights": fields["weights"] * beside(valid, fields["weights"])}
-        for name, fields in batch["readers"].items()
+        name: fields | {"weights": fields["weights"] * valid[:, None]} for name, fields in batch["readers"].items()
     }
     return batch | {"readers": readers}
-
-
-def beside(rows: np.ndarray, leaf: np.ndarray) -> np.ndarray:
-    """Returns values [b] with as many axes as a leaf [b ...], to be broadcast over it."""
-    return rows.reshape(-1, *[1] * (leaf.ndim - 1))
 
 
 def _shift(answer: dict[str, np.ndarray], pad: int) -> Batch:

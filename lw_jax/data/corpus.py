@@ -56,7 +56,6 @@ class Corpus(_Meta, frozen=True, kw_only=True, dict=True):
     """A packed corpus: `tokens` ids one after the other, each document between BOS, if any, and EOS."""
 
     folder: Path
-    made: bool  # by this call of `pack`, not found
 
     def read(self, start: int, count: int) -> np.ndarray:
         return self.rows([start], count)[0]
@@ -87,14 +86,6 @@ class Corpus(_Meta, frozen=True, kw_only=True, dict=True):
             )
         return Span(self, 0, border + 1), Span(self, border, self.tokens)
 
-    def describe(self) -> list[str]:
-        blank = f", {self.blank:,} without text left out" if self.blank else ""
-        return [
-            f"{self.source}: {self.documents:,} documents{blank}, {self.tokens:,} tokens, "
-            f"{self.bytes / self.tokens:.2f} bytes of text a token",
-            f"{'packed now' if self.made else 'found packed'} in {self.folder} ({self.dtype})",
-        ]
-
     @functools.cached_property
     def _ids(self) -> np.ndarray:
         # As a plain array: a slice of a memmap itself takes ten times as long.
@@ -111,9 +102,6 @@ class Span:
 
     def __len__(self) -> int:
         return self.stop - self.start
-
-    def read(self) -> np.ndarray:
-        return self.corpus.read(self.start, len(self))
 
 
 def pack(
@@ -137,21 +125,20 @@ def pack(
         if folder is None:
             raise
         _log.warning("%s. Taken as it was packed in %s", error, folder)
-        return _load(folder, made=False)
+        return _load(folder)
     key = [FORMAT, identity, tokenizer.fingerprint, tokenizer.eos, tokenizer.begin]
     folder = root / "corpus" / content_hash(key, size=8)
-    made = False
     if not (folder / META).is_file():
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with locked(folder / LOCK):
-                if made := not (folder / META).is_file():
+                if not (folder / META).is_file():
                     _make(folder, name, documents.read(source, split, columns), tokenizer)
         except OSError as error:
             raise UserError(
                 f"{folder}: {name} cannot be packed there ({error.strerror}); free space or name another cache folder"
             ) from error
-    return _load(folder, made=made)
+    return _load(folder)
 
 
 def _make(folder: Path, name: str, found: Iterable[Piece], tokenizer: TextTokenizer) -> None:
@@ -213,17 +200,13 @@ def _flush(out: IO[Any]) -> None:
     os.fsync(out.fileno())
 
 
-def _load(folder: Path, *, made: bool) -> Corpus:
-    meta = _read_meta(folder)
+def _load(folder: Path) -> Corpus:
+    meta = schema.read(folder / META, _Meta, remedy=_ANEW)
     file, size = folder / IDS, meta.tokens * np.dtype(meta.dtype).itemsize
     found = file.stat().st_size if file.is_file() else 0
     if found != size:
         raise UserError(f"{file}: {found} bytes, {META} has {size}; {_ANEW}")
-    return Corpus(**msgspec.structs.asdict(meta), folder=folder, made=made)
-
-
-def _read_meta(folder: Path) -> _Meta:
-    return schema.read(folder / META, _Meta, remedy=_ANEW)
+    return Corpus(**msgspec.structs.asdict(meta), folder=folder)
 
 
 def _last_packed(root: Path, source: str, tokenizer: TextTokenizer) -> Path | None:
@@ -232,7 +215,7 @@ def _last_packed(root: Path, source: str, tokenizer: TextTokenizer) -> Path | No
     wanted = (FORMAT, source, tokenizer.fingerprint, tokenizer.eos, tokenizer.begin)
     for file in found:
         try:
-            meta = _read_meta(file.parent)
+            meta = schema.read(file, _Meta, remedy=_ANEW)
         except UserError:  # damaged, and perhaps of another source
             continue
         if (meta.format, meta.source, meta.tokenizer, meta.eos, meta.begin) == wanted:

@@ -102,9 +102,6 @@ class DataSchedule:
         lines = [line for encoded in self.streams for line in encoded.describe()]
         return [line if line.startswith(" ") else f"training data: {line}" for line in lines]
 
-    def sizes(self) -> list[int]:
-        return [len(encoded) for encoded in self.streams]
-
     def digest(self) -> str:
         return digest_of(self.streams)
 
@@ -154,7 +151,6 @@ def digest_of(streams: Sequence[Stream]) -> str:
 
 
 def refuse_small(data_schedule: DataSchedule, global_batch: int) -> None:
-    """Raises UserError where a stream has fewer examples than one global batch."""
     for encoded in data_schedule.streams:
         if len(encoded) < global_batch:
             raise UserError(

@@ -78,14 +78,15 @@ def identify(source: str, split: str = "train", columns: Sequence[str] = ()) -> 
     path, named = row_sources.locate(source)
     asked = [*columns, *([named or split] if _is_set(source) and (named or split) != "train" else [])]
     if source.startswith(row_sources.HUB):
-        return [source, row_sources.hub_hash(source), *asked]
+        return [source, str(row_sources.ask_hub("load_dataset_builder", source).hash), *asked]
     if row_sources.is_saved(path):
         found = sorted(file for file in path.rglob("*") if file.suffix in (".arrow", ".json"))
     else:
         found = _files(source, split)
     # A note a file pays for large ones; a folder may have very many small ones.
     hashes = [sources.file_hash(file, keep=file.stat().st_size >= LARGE) for file in found]
-    return [*([_name_in(path, file), one] for file, one in zip(found, hashes, strict=True)), *asked]
+    names = (file.name if file == path else file.relative_to(path).as_posix() for file in found)
+    return [*map(list, zip(names, hashes, strict=True)), *asked]
 
 
 def name(source: str, split: str, columns: Sequence[str]) -> str:
@@ -106,10 +107,6 @@ def _files(source: str, split: str) -> list[Path]:
     if unknown := [file for file in found if row_sources.suffix_of(file) not in (*_PLAIN, *row_sources.SUFFIXES)]:
         raise UserError(f"{unknown[0]}: unknown kind of file; name {_KNOWN}")
     return found
-
-
-def _name_in(path: Path, file: Path) -> str:
-    return file.name if file == path else file.relative_to(path).as_posix()
 
 
 def _cut(text: IO[str]) -> Iterator[Piece]:

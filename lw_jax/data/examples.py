@@ -107,7 +107,9 @@ def read(source: str, *, limit: int = 0, split: str = "train", columns: Sequence
     `split` is taken where a source has several and names none, `columns` is `data.columns`. Raises UserError naming
     file, line or row, and field.
     """
-    fields = _fields(columns)
+    fields = Fields.of(Row, columns, _REMEDY)
+    if "answer" in fields.columns and "answers" not in fields.columns:  # it is read where there are no answers
+        fields = dataclasses.replace(fields, columns={**fields.columns, "answers": ""})
     names = row_sources.split_sources(source)
     parsed = [_example(row, where) for name in names for where, row in _rows(name, split, fields)]
     examples = [example for example in parsed if example is not None]
@@ -128,13 +130,6 @@ def spread(count: int, limit: int) -> list[int]:
     """Returns `limit` increasing positions spread evenly over `count` (all of them when the limit is 0 or larger)."""
     kept = min(limit, count) if limit > 0 else count
     return [i * count // kept for i in range(kept)]
-
-
-def _fields(columns: Sequence[str]) -> Fields[Row]:
-    fields = Fields.of(Row, columns, _REMEDY)
-    if "answer" in fields.columns and "answers" not in fields.columns:  # it is read where there are no answers
-        fields = dataclasses.replace(fields, columns={**fields.columns, "answers": ""})
-    return fields
 
 
 def _rows(source: str, split: str, fields: Fields[Row]) -> Iterator[tuple[str, Row]]:

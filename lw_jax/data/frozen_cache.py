@@ -59,10 +59,6 @@ class Store:
                     )
         return len(missing)
 
-    def lookup(self, keys: Sequence[bytes], *, length: int | None = None) -> "CachedRows":
-        """Returns positions -> rows, each cut to the first `length` of its first axis."""
-        return CachedRows(self, keys, length)
-
     def read(self, keys: Sequence[bytes]) -> Rows:
         """Returns the rows of examples.
 
@@ -75,17 +71,16 @@ class Store:
                 f"{self.folder}: no row for {len(missing)} of {len(keys)} requested examples, as {missing[0].hex()}: "
                 "they were never computed, or the folder has been changed; remove it, it is then computed anew"
             )
-        at = [self._rows[key] for key in keys]
+        places = [self._rows[key] for key in keys]
         try:
-            return {name: self._map(name)[at] for name in self.rows}
+            return {
+                name: np.memmap(self.folder / name, dtype, "r", shape=(len(self._rows), *shape))[places]
+                for name, (shape, dtype) in self.rows.items()
+            }
         except (OSError, ValueError) as error:  # a file that became shorter cannot be mapped
             raise UserError(
                 f"{self.folder}: changed while it is read ({error}); remove it, it is then computed anew"
             ) from error
-
-    def _map(self, name: str) -> np.ndarray:
-        shape, dtype = self.rows[name]
-        return np.memmap(self.folder / name, dtype, "r", shape=(len(self._rows), *shape))
 
     def _read_keys(self) -> None:
         """Reads which rows are whole, and cuts off what a stopped job left behind them."""
@@ -116,7 +111,7 @@ class CachedRows:
 
     store: Store
     keys: Sequence[bytes]
-    length: int | None = None
+    length: int | None = None  # of the rows' first axis that is taken; None: all
 
     def __call__(self, positions: Sequence[int]) -> Rows:
         """Returns the rows [b ...]. Raises UserError naming a row that is missing."""

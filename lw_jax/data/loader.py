@@ -39,9 +39,8 @@ class Loader:
         if global_batch < process_count:
             rule = f"must be at least the number of processes, {process_count}; start fewer, or raise it"
             raise UserError(f"config.train.global_batch={global_batch}: {rule}")
-        ends = [global_batch * process // process_count for process in (process_index, process_index + 1)]
-        share = slice(*ends)
-        self._identity = {"examples": data_schedule.sizes(), "global_batch": global_batch, "seed": seed}
+        share = slice(*(global_batch * process // process_count for process in (process_index, process_index + 1)))
+        self._identity = {"examples": list(map(len, data_schedule.streams)), "global_batch": global_batch, "seed": seed}
         self._batches = iter(
             grain.MapDataset.range(FOREVER)
             .map(lambda number: data_schedule.batch(number, global_batch=global_batch, seed=seed, share=share))

@@ -106,8 +106,6 @@ class Packed:
         return content_hash([self.encoded.digest(), self.tokens, self.groups])
 
     def probe(self) -> Batch:
-        if not self.encoded.teachers:
-            return self.collate([0])
         bare = dataclasses.replace(self, encoded=dataclasses.replace(self.encoded, teachers={})).collate([0])
         for name, teacher in self.encoded.teachers.items():
             _, targets = self._widths[name]

@@ -31,7 +31,11 @@ def read(source: str, columns: Sequence[str] = ()) -> list[str]:
         path = expand(one)
         if row_sources.is_table(one) or any(suffix in path.suffixes for suffix in (".json", ".jsonl")):
             fields = Fields.of(rows.Text, columns, _REMEDY)
-            texts = [_text_of(row, where) for where, row in row_sources.read(one, fields, split="train")]
+            texts = []
+            for where, row in row_sources.read(one, fields, split="train"):
+                if not (text := row.text.strip()):
+                    raise UserError(f"{where}: text={row.text!r}: a passage is not empty; {_REMEDY}")
+                texts.append(text)
         else:
             texts = list(rows.paragraphs(path))
         if not texts:
@@ -135,9 +139,3 @@ def _space_before(text: str, begin: int, end: int) -> int:
     while at > begin and not (text[at - 1].isspace() or text[at].isspace()):
         at -= 1
     return at if at > begin else end
-
-
-def _text_of(row: rows.Text, where: str) -> str:
-    if not row.text.strip():
-        raise UserError(f"{where}: text={row.text!r}: a passage is not empty; {_REMEDY}")
-    return row.text.strip()

@@ -6,14 +6,13 @@ its own token: the loss shifts by one.
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from lw_jax.core.errors import UserError
 from lw_jax.core.files import content_hash
 from lw_jax.data import example_counts, prompt_tokens
-from lw_jax.data.batches import MULTIPLE, Batch
+from lw_jax.data.batches import Batch, width_of
 from lw_jax.data.data_schedule import Stream
 from lw_jax.data.example_counts import DropCounts
 from lw_jax.data.frozen_cache import CachedRows, key_of
@@ -117,11 +116,8 @@ class Preferences(Stream):
         return content_hash([self.length, key_of(*ids).hex()])
 
     def describe(self) -> list[str]:
-        """Returns report lines: pairs used, dropped and cut, then lengths and the share of padding."""
         number, buckets = self.bucket
-        lines = []
-        if number == 1:
-            lines = example_counts.describe(self.counts, "preference pairs", _REASONS)
+        lines = example_counts.describe(self.counts, "preference pairs", _REASONS) if number == 1 else []
         named = self.name + (f", lengths {number} of {buckets}" if buckets > 1 else "")
         prompt = max(len(pair.prompt) for pair in self.pairs)
         longest = max(pair.length for pair in self.pairs)
@@ -160,17 +156,12 @@ def encode(
         counts=counts,
         pad=tokenizer.pad,
         name=name,
-        length=min(_width(kept.values()), limits.max_length),
+        length=width_of(max(pair.length for pair in kept.values()), limits.max_length),
     )
 
 
 def part(whole: Preferences, buckets: int) -> list[Preferences]:
-    """Returns a data set in so many, the shortest pairs first, about as many in each.
-
-    Raises UserError where there are fewer pairs than buckets.
-    """
-    if not 1 <= buckets <= len(whole):
-        raise UserError(f"buckets={buckets} must be from 1 to the {len(whole)} pairs that there are")
+    """Returns a data set in so many, no more than it has pairs, the shortest first, about as many in each."""
     order = sorted(range(len(whole)), key=lambda i: whole.pairs[i].length)
     parts = [sorted(one.tolist()) for one in np.array_split(np.array(order), buckets)]
     return [
@@ -178,15 +169,11 @@ def part(whole: Preferences, buckets: int) -> list[Preferences]:
             whole,
             examples=tuple(whole.examples[i] for i in one),
             pairs=tuple(whole.pairs[i] for i in one),
-            length=min(_width([whole.pairs[i] for i in one]), whole.length),
+            length=width_of(max(whole.pairs[i].length for i in one), whole.length),
             bucket=(number, buckets),
         )
         for number, one in enumerate(parts, 1)
     ]
-
-
-def _width(pairs: Iterable[Pair]) -> int:
-    return -(-max(pair.length for pair in pairs) // MULTIPLE) * MULTIPLE
 
 
 def _tokenize(written: Sequence[Written], tokenizer: Tokenizer, limit: int | None) -> list[tuple[Pair, bool]]:
@@ -206,11 +193,9 @@ def _tokenize(written: Sequence[Written], tokenizer: Tokenizer, limit: int | Non
     for one, prompt, better, worse in zip(written, prompts, chosen, rejected, strict=True):
         ids = prompt.tolist()  # numpy's own numbers compare several times as slowly
         end = min(shared(ids, better.tolist()), shared(ids, worse.tolist()))
-        replies = (
-            np.append(better[end:], np.int32(one.chosen.end)),
-            np.append(worse[end:], np.int32(one.rejected.end)),
-        )
-        found.append((Pair(prompt[:end], *replies), end < len(prompt)))
+        replies = ((better, one.chosen), (worse, one.rejected))
+        pair = Pair(prompt[:end], *(np.append(ids[end:], np.int32(reply.end)) for ids, reply in replies))
+        found.append((pair, end < len(prompt)))
     return found
 
 

@@ -132,13 +132,12 @@ def make(  # noqa: PLR0913
         raise UserError(f"config.data.facts={facts} must be between 1 and {MAX_FACTS[style]} for {style!r}")
     rng = random.Random(f"{split}/{seed}/{facts}")
     draw = {"cards": _draw, "profiles": _draw_profile, "pairs": _draw_pairs}[style]
-    write = _write_pairs if style == "pairs" else _write
     examples: list[Example] = []
     made = 0
     while made < count:
         card = draw(rng, facts)
         if _split_of(card) == split:
-            examples += write(rng, card, f"{style}/{split}/{seed}/{made}", every=every)
+            examples += _write(rng, card, f"{style}/{split}/{seed}/{made}", every=every)
             made += 1
     return examples
 
@@ -179,29 +178,22 @@ def _split_of(card: list[tuple[str, str, str]]) -> str:
     return "validation" if zlib.crc32(key.encode()) % VALIDATION_SHARE == 0 else "train"
 
 
-def _write(rng: random.Random, card: list[tuple[str, str, str]], id: str, *, every: bool) -> list[Example]:
-    sentences = [rng.choice(ATTRIBUTES[kind].sentences).format(name=name, value=value) for name, kind, value in card]
-    asked = [
-        (rng.choice(ATTRIBUTES[kind].questions).format(name=name), value)
-        for name, kind, value in _ask(rng, card, every)
-    ]
-    return _examples(id, " ".join(sentences), asked)
-
-
 def questions(example: Example) -> list[tuple[str, str]]:
     """Returns all questions that a card of "pairs" answers, with their answers, in the card's order."""
     return [(f"{key}?", value) for key, value in (pair.split(" ", 1) for pair in example.context.split(", "))]
 
 
-def _write_pairs(rng: random.Random, card: list[tuple[str, str, str]], id: str, *, every: bool) -> list[Example]:
-    asked = [(f"{key}?", value) for _, key, value in _ask(rng, card, every)]
-    return _examples(id, ", ".join(f"{key} {value}" for _, key, value in card), asked)
-
-
-def _ask(rng: random.Random, card: list[tuple[str, str, str]], every: bool) -> list[tuple[str, str, str]]:
-    return card if every else [rng.choice(card)]
-
-
-def _examples(id: str, context: str, asked: list[tuple[str, str]]) -> list[Example]:
-    ids = [id] if len(asked) == 1 else [f"{id}/{number}" for number in range(len(asked))]
-    return [Example(one, context, question, (value,)) for one, (question, value) in zip(ids, asked, strict=True)]
+def _write(rng: random.Random, card: list[tuple[str, str, str]], id: str, *, every: bool) -> list[Example]:
+    """Returns the examples of a card; facts without a name are keys and values."""
+    if card[0][0]:
+        sentences = (
+            rng.choice(ATTRIBUTES[kind].sentences).format(name=name, value=value) for name, kind, value in card
+        )
+        context = " ".join(sentences)
+    else:
+        context = ", ".join(f"{key} {value}" for _, key, value in card)
+    asked, examples = card if every else [rng.choice(card)], []
+    for number, (name, kind, value) in enumerate(asked):
+        question = rng.choice(ATTRIBUTES[kind].questions).format(name=name) if name else f"{kind}?"
+        examples.append(Example(id if len(asked) == 1 else f"{id}/{number}", context, question, (value,)))
+    return examples

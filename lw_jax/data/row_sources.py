@@ -52,7 +52,7 @@ def read(
     where = label(source, split)
     with fields.counted(where) as counted:
         if source.startswith(HUB):
-            found = _ask_hub("load_dataset", source, split=parse_hub(source, split)[2], streaming=stream)
+            found = ask_hub("load_dataset", source, split=parse_hub(source, split)[2], streaming=stream)
             yield from _read_set(found, counted, where)
         elif is_saved(locate(source)[0]):
             yield from _read_set(_load_saved(source, split), counted, where)
@@ -122,11 +122,6 @@ def parse_hub(source: str, split: str) -> tuple[str, str, str, str]:
         rest = ["", rest[0]] if _SPLIT.match(rest[0]) else [rest[0], split]
     subset, chosen = rest or ("", split)
     return name, subset, chosen or split, revision
-
-
-def hub_hash(source: str) -> str:
-    """Identifies the content of a data set of the hub. Raises Unreachable where the hub does not answer."""
-    return str(_ask_hub("load_dataset_builder", source).hash)
 
 
 def is_saved(path: Path) -> bool:
@@ -231,7 +226,8 @@ def _split_of(file: Path) -> str:
 # --- data sets
 
 
-def _ask_hub(what: str, source: str, **options: Any) -> Any:
+def ask_hub(what: str, source: str, **options: Any) -> Any:
+    """Returns what a function of `datasets` gives of a data set. Raises Unreachable where the hub does not answer."""
     name, subset, _, revision = parse_hub(source, "")
     datasets = _import("datasets", source)
     try:

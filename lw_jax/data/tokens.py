@@ -113,8 +113,12 @@ class Tokenizer:
         given |= {"messages": chat_templates.as_given(turns), "add_generation_prompt": reply}
         roles = [turn["role"] for turn in turns]
         change = "leave the system turn (prompt.system) out" if "system" in roles else "change the turns"
+        try:  # of several templates the one named "default", or with tools "tool_use"
+            template = self.backend.get_chat_template(None, given["tools"])
+        except ValueError as error:
+            raise UserError(f'{self.backend.name_or_path}: {error}; use template="plain"') from error
         return chat_templates.render(
-            self._chat_template(given["tools"]),
+            template,
             {**self.backend.special_tokens_map, **given},
             where=f"{self.backend.name_or_path}: turns of {', '.join(roles)}",
             remedy=f'{change} or use template="plain"',
@@ -130,13 +134,6 @@ class Tokenizer:
             return False
         return "\ue000" in written and "\ue001" in written and "'type'" not in written
 
-    def _chat_template(self, tools: Any) -> str:
-        """Returns the chat template; of several the one named "default", or with tools "tool_use"."""
-        try:
-            return self.backend.get_chat_template(None, tools)
-        except ValueError as error:
-            raise UserError(f'{self.backend.name_or_path}: {error}; use template="plain"') from error
-
     @functools.cached_property
     def fingerprint(self) -> str:
         rules = self.backend.backend_tokenizer.to_str(), self.backend.chat_template
@@ -149,23 +146,11 @@ class BertTokenizer:
 
     backend: Backend
     pad: int
-    vocab: int  # highest id + 1
     special: Marks  # ([CLS],), ([SEP],)
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         found = self.backend.encode_batch(texts, add_special_tokens=False)
         return [marked(e.ids, *self.special).tolist() for e in found]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of ids, special tokens skipped; what the vocabulary does not keep (case, spaces) is lost."""
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        return content_hash([self.backend.to_str(), self.special, self.pad])
 
 
 @functools.lru_cache(maxsize=8)  # a start asks more than once, and a vocabulary is long
@@ -192,7 +177,6 @@ class ByteTokenizer:
     begin: tuple[int, ...] = ()
     vocab: int = 257
     fingerprint: str = "utf-8 bytes, pad 256"
-    special: Marks = ((), ())
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -201,7 +185,6 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        """Returns what `encode_batch` does as arrays, for large amounts of text."""
         return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -226,8 +209,8 @@ def load_tokenizer(location: Path) -> Tokenizer:
     Raises:
         UserError: no `tokenizer.json`, a GGUF vocabulary of unknown kind, or no EOS token.
     """
-    found = tokenizer_files.load(location)
-    return wrap(found.fast, location, found.stops, found.rows)
+    fast, stops, rows = tokenizer_files.load(location)
+    return wrap(fast, location, stops, rows)
 
 
 def load_source_tokenizer(location: Path) -> Tokenizer | BertTokenizer:
@@ -238,14 +221,13 @@ def load_source_tokenizer(location: Path) -> Tokenizer | BertTokenizer:
     """
     if not location.is_dir() or read_or_default(location / "config.json", Kind).model_type != "bert":
         return load_tokenizer(location)
-    found = tokenizer_files.load(location)
-    fast = found.fast
+    fast, _, rows = tokenizer_files.load(location)
     backend, pad = _uncut(fast), fast.pad_token_id
     if not isinstance(pad, int):
         raise UserError(f"{location}: the tokenizer names no padding token; set pad_token in tokenizer_config.json")
     vocab, special = _size(backend), _marks(backend, location)
-    tokenizer_files.check_ids((pad, *special[0], *special[1]), vocab=vocab, rows=found.rows, where=str(location))
-    return BertTokenizer(backend, pad, vocab, special)
+    tokenizer_files.check_ids((pad, *special[0], *special[1]), vocab=vocab, rows=rows, where=str(location))
+    return BertTokenizer(backend, pad, special)
 
 
 def _uncut(fast: "PreTrainedTokenizerFast") -> Backend:

@@ -232,9 +232,8 @@ def decoder_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str 
     width, heads = stated.hidden_size, stated.num_attention_heads
     kv_heads = stated.num_key_value_heads or heads
     head_dim = stated.head_dim or width // heads
-    partial = PARTIAL not in family.must
-    stated_rope = stated.rope_parameters or Rope()
-    rope = rope_fields.check(fields["rope_parameters"], stated_rope, family.rope, partial=partial, where=where)
+    partial, rope = PARTIAL not in family.must, stated.rope_parameters or Rope()
+    rope_fields.check(fields["rope_parameters"], rope, family.rope, partial=partial, where=where)
     rotated = int(head_dim * (rope.partial_rotary_factor or stated.partial_rotary_factor or 1.0))
     cfg = DecoderConfig(
         vocab=stated.vocab_size,

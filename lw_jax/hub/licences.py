@@ -8,28 +8,21 @@ from typing import NamedTuple
 PAGE = "https://huggingface.co"
 
 
-class Licence(NamedTuple):
-    """A licence."""
-
-    identifier: str  # the hub's, in a model card's metadata
-    name: str
-
-
 class DataSet(NamedTuple):
     """A data set of the hub."""
 
-    licence: Licence
+    licence: str
     language: str  # ISO 639-1
 
 
-APACHE = Licence("apache-2.0", "Apache-2.0")
-MIT = Licence("mit", "MIT")
-LLAMA2 = Licence("llama2", "Llama 2 Community License")
-LLAMA3 = Licence("llama3", "Llama 3 Community License")
-LLAMA31 = Licence("llama3.1", "Llama 3.1 Community License")
-STABILITY = Licence("other", "Stability AI, non-commercial")
-CC_BY_SA_3 = Licence("cc-by-sa-3.0", "CC BY-SA 3.0")
-CC_BY_SA_4 = Licence("cc-by-sa-4.0", "CC BY-SA 4.0")
+APACHE = "Apache-2.0"
+MIT = "MIT"
+LLAMA2 = "Llama 2 Community License"
+LLAMA3 = "Llama 3 Community License"
+LLAMA31 = "Llama 3.1 Community License"
+STABILITY = "Stability AI, non-commercial"
+CC_BY_SA_3 = "CC BY-SA 3.0"
+CC_BY_SA_4 = "CC BY-SA 4.0"
 
 MODELS = {  # by repository
     "HuggingFaceTB/SmolLM2-135M-Instruct": APACHE,

@@ -16,8 +16,8 @@ _ROPE_FIELDS = {  # kind -> (required, optional), besides rope_theta
 }
 
 
-def check(raw: Mapping[str, Any], rope: Rope, kinds: Set[str], *, partial: bool, where: str) -> Rope:
-    """Returns the rotary fields of a family with these kinds; refuses missing and unknown ones."""
+def check(raw: Mapping[str, Any], rope: Rope, kinds: Set[str], *, partial: bool, where: str) -> None:
+    """Refuses rotary fields that a family with these kinds does not have, and missing ones."""
     kind = rope.rope_type or "default"
     if kind not in kinds:
         raise UserError(f"{where}: rope_type={kind!r}, only {sorted(kinds)} are supported")
@@ -30,7 +30,6 @@ def check(raw: Mapping[str, Any], rope: Rope, kinds: Set[str], *, partial: bool,
         raise UserError(f"{where}: {PARTIAL}={rope.partial_rotary_factor!r}, only 1.0 is supported")
     if missing := [key for key in ("rope_theta", *needed) if getattr(rope, key) is None]:
         raise UserError(f"{where}: rope field {missing[0]} is missing; rope_type {kind!r} needs it")
-    return rope
 
 
 def read_scaling(rope: Rope, stated: Decoder, rotated: int, where: str) -> Llama3Scaling | LongRope | None:
@@ -73,7 +72,6 @@ def kind_of(scaling: Llama3Scaling | LongRope | None) -> str:
 
 
 def write_scaling(scaling: Llama3Scaling | LongRope | None) -> dict[str, Any] | None:
-    """Returns a scaling as the field `rope_scaling`; None without one."""
     if scaling is None:
         return None
     if isinstance(scaling, LongRope):

@@ -3,9 +3,9 @@
 Light at import: the hub's client is imported only when a hub is asked.
 """
 
+import contextlib
 import difflib
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -15,13 +15,9 @@ import tempfile
 import zipfile
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Annotated
 
-import msgspec
-
-from lw_jax.core import schema
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import expand, write_whole
+from lw_jax.core.files import content_hash, expand, write_whole
 from lw_jax.core.progress import phase
 
 SELFMADE = "selfmade:"  # a reader that `recipes.selfmade` trains
@@ -153,30 +149,16 @@ def file_hash(path: Path, *, keep: bool = True) -> str:
     """Returns the sha256 of a file; a note that is kept in the cache spares the next start the hashing."""
     path = path.resolve()
     stat = path.stat()
-    state = _Note(str(path), stat.st_size, stat.st_mtime_ns)
-    note = cache_root() / "hashes" / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
-    if (kept := _read_note(note)) and msgspec.structs.replace(kept, sha256="") == state:
-        return kept.sha256
+    note = cache_root() / "hashes" / content_hash([str(path), stat.st_size, stat.st_mtime_ns])
+    with contextlib.suppress(OSError):  # none, or damaged: the file is hashed again
+        if re.fullmatch("[0-9a-f]{64}", noted := note.read_text("ascii", errors="replace")):
+            return noted
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if keep:
         _writable(note.parent)
-        write_whole(note, json.dumps(msgspec.structs.asdict(state) | {"sha256": found}))
+        write_whole(note, found)
     return found
-
-
-class _Note(msgspec.Struct, frozen=True):
-    path: str
-    bytes: int
-    changed_ns: int
-    sha256: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")] = ""
-
-
-def _read_note(note: Path) -> _Note | None:
-    try:
-        return schema.read(note, _Note, remedy="")
-    except (FileNotFoundError, UserError):  # damaged: the file is hashed again
-        return None
 
 
 def _writable(folder: Path) -> Path:

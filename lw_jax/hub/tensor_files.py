@@ -60,7 +60,6 @@ class Stored:
 
 
 def list_tensors(location: Path) -> dict[str, Stored]:
-    """Lists every tensor of a model by name."""
     if not location.is_dir():
         require_gguf(location)
         return {
@@ -81,7 +80,6 @@ def list_tensors(location: Path) -> dict[str, Stored]:
 
 
 def require_gguf(location: Path) -> None:
-    """Refuses what is no .gguf file."""
     if not location.is_file():
         raise UserError(f"{location}: no such file or folder")
     if location.suffix != ".gguf":

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
@@ -22,12 +22,9 @@ _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 _FETCH = "fetch the tokenizer's files again"
 
 
-class Loaded(NamedTuple):
-    """A tokenizer as loaded from its files."""
-
-    fast: "PreTrainedTokenizerFast"
-    stops: tuple[int, ...]  # ids at which generation ends, beside EOS
-    rows: int | None  # of the model's embedding table; None without a model in the folder
+# The tokenizer, the ids at which generation ends beside EOS, and the rows of the model's embedding table; None without
+# a model in the folder.
+Loaded = tuple["PreTrainedTokenizerFast", tuple[int, ...], int | None]
 
 
 class _Added(msgspec.Struct, frozen=True):
@@ -66,7 +63,7 @@ def load(location: Path) -> Loaded:
     header = read_header(location)
     fast, stops = _from_gguf(location, header.metadata)
     table = header.tensors.get("token_embd.weight")
-    return Loaded(fast, stops, None if table is None else table.shape[0])
+    return fast, stops, None if table is None else table.shape[0]
 
 
 @contextlib.contextmanager
@@ -101,7 +98,7 @@ def _from_folder(folder: Path) -> Loaded:
             )
     ends = read_or_default(folder / "generation_config.json", _Generation).eos_token_id
     stops = ends if isinstance(ends, tuple) else () if ends is None else (ends,)
-    return Loaded(fast, stops, read_or_default(folder / "config.json", Kind).vocab_size)
+    return fast, stops, read_or_default(folder / "config.json", Kind).vocab_size
 
 
 # --- GGUF

@@ -57,11 +57,7 @@ Config = TypeVar("Config", DecoderConfig, BertConfig, TTTConfig)
 
 
 def describe(location: Path) -> DecoderConfig:
-    """Returns the configuration of a model folder or .gguf file; reads no weight.
-
-    Raises:
-        UserError: see `families.decoder_config`.
-    """
+    """Returns the configuration of a model folder or .gguf file, no weights; raises as `families.decoder_config`."""
     if location.is_dir():
         return describe_config(location / "config.json")
     require_gguf(location)
@@ -79,7 +75,6 @@ def describe(location: Path) -> DecoderConfig:
 
 
 def describe_config(file: Path) -> DecoderConfig:
-    """Returns the configuration of a config.json; see `describe`."""
     fields, raw_keys = _read_config(file)
     return families.decoder_config(fields, raw_keys=raw_keys, where=str(file))
 
@@ -92,11 +87,7 @@ def model_type(location: Path) -> str:
 
 
 def describe_bert(location: Path) -> BertConfig:
-    """Returns the configuration of a BERT-class encoder's folder; reads no weight.
-
-    Raises:
-        UserError: see `bert_family.bert_config`.
-    """
+    """Returns the configuration of a BERT-class encoder's folder, no weights; raises as `bert_family.bert_config`."""
     if not location.is_dir():
         raise UserError(f"{location}: a BERT-class body is a folder with config.json and *.safetensors; name one")
     file = location / "config.json"
@@ -105,16 +96,11 @@ def describe_bert(location: Path) -> BertConfig:
 
 
 def is_ttt(location: Path) -> bool:
-    """Returns True where a folder's config.json names a Test-Time-Training model."""
     return location.is_dir() and read_or_default(location / "config.json", Kind).model_type == ttt_family.MODEL_TYPE
 
 
 def describe_ttt(location: Path) -> TTTConfig:
-    """Returns the configuration of a TTT model's folder; reads no weight.
-
-    Raises:
-        UserError: see `ttt_family.ttt_config`.
-    """
+    """Returns the configuration of a TTT model's folder, no weights; raises as `ttt_family.ttt_config`."""
     file = location / "config.json"
     return ttt_family.ttt_config(_read_json(file), where=str(file))
 
@@ -178,8 +164,8 @@ def load(
     return _fill(location, shapes, sources, shardings=shardings, row_order=row_order, packed=packed)
 
 
-def load_bert(location: Path, *, dtype: jax.typing.DTypeLike, layers: int = 0) -> Tree:
-    """Loads a BERT-class body as the tree of `bert.abstract`; arguments and refusals as in `load`."""
+def load_bert(location: Path, *, layers: int = 0) -> Tree:
+    """Loads a BERT-class body as the tree of `bert.abstract`, in fp32; arguments and refusals as in `load`."""
     cfg = describe_bert(location)
     catalogue: dict[str, Stored] = {}
     for stored in list_tensors(location).values():
@@ -191,7 +177,7 @@ def load_bert(location: Path, *, dtype: jax.typing.DTypeLike, layers: int = 0) -
     slots = bert_family.tensor_map(cfg)
     for name in sorted(catalogue.keys() - slots.keys()):
         raise UserError(f"{catalogue[name].label} {_STRANGE}")
-    shapes = bert.abstract(_keep(location, cfg, layers), np.dtype(dtype))
+    shapes = bert.abstract(_keep(location, cfg, layers), jnp.float32)
     return _fill(location, shapes, _match(location, catalogue, slots))
 
 
@@ -233,7 +219,7 @@ def _fill(
             path = tuple(str(part.key) for part in key)
             at = functools.reduce(lambda node, name: node[name], path, shardings) if shardings is not None else None
             order, stacked, layers = row_order(path), path[0] == "layers", _layers(path[0], leaf)
-            one = _one(leaf, stacked)
+            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), leaf) if stacked else leaf
             reused = stacked and not _is_packed(one)
             buffers = [make_buffer(one.shape, one.dtype) for _ in layers[:2]] if reused else [None]
             tensors = [
@@ -253,10 +239,6 @@ def _layers(part: str, leaf: Tree) -> Sequence[int | None]:
 
 def _is_packed(node: Any) -> bool:
     return isinstance(node, dict) and "codes" in node
-
-
-def _one(leaf: Tree, stacked: bool) -> Tree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), leaf) if stacked else leaf
 
 
 def _ahead(reads: Sequence[Callable[[], Tree]]) -> Iterator[Tree]:

@@ -78,6 +78,5 @@ def push(folder: Path, repository: str) -> str:
 
 
 def check_id(repository: str) -> None:
-    """Refuses a name that is no id of a repository."""
     if not _ID.fullmatch(repository):
         raise UserError(f"--push {repository!r:.200}: an id of the hub is needed, owner/name")

@@ -5,7 +5,6 @@ from the jaxpr of one device's passes (`training.traced_costs`), bytes sent are 
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -91,10 +90,7 @@ def _times(
     readers = [parts[name] for name in program.placement.readers]
     if program.placement.on_several_meshes:
         readers = [max(readers, key=lambda one: one.total)]
-    return _sum([parts[""], update, *readers])
-
-
-def _sum(times: Sequence[Times]) -> Times:
+    times = [parts[""], update, *readers]
     return Times(*(sum(getattr(one, key) for one in times) for key in ("gemm", "memory", "collective")))
 
 

@@ -1,5 +1,9 @@
-"""Generation as a pass whose memory is planned: answers and scores of a batch, without the optimizer's moments."""
+"""Generation as a pass whose memory is planned: answers and scores of a batch, without the optimizer's moments.
 
+Decoding is unrolled, one array a layer, where it pays and fits, else a scan over stacked layers.
+"""
+
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -7,19 +11,28 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lw_jax.core import eval_rows
+from lw_jax import recipes
+from lw_jax.core import config, eval_rows, processes
+from lw_jax.core.config import Config
 from lw_jax.core.types import Tree
 from lw_jax.evals.wire_functions import scores_of
 from lw_jax.models.wire import Prompt
-from lw_jax.planning import workload
+from lw_jax.planning import host_memory, workload
 from lw_jax.planning.workload import PromptShapes
 from lw_jax.recipes.latentwire import LatentWire
-from lw_jax.training import step_costs
+from lw_jax.training import memory, step_costs
 from lw_jax.training.evaluation_memory import Pass
+from lw_jax.training.memory_limit import MemoryLimit
 from lw_jax.training.step_spec import StepSpec
 from lw_jax.training.traced_costs import trace
 from lw_jax.training.train_step import Part
 from sharding import place
+from sharding.placement import Placement
+
+# From here on unrolled decode, ten seconds of compilation instead of two, pays off: on a GPU answers per reader, on a
+# CPU bytes of a reader's weights read for a row of an evaluation, of which a scan copies each.
+MANY = 1000
+MANY_BYTES = 10**11
 
 
 def generation(step_spec: StepSpec) -> Pass | None:
@@ -52,7 +65,7 @@ def generation(step_spec: StepSpec) -> Pass | None:
 
 def longest_prompts(recipe: LatentWire, name: str, size: int) -> list[PromptShapes]:
     """Returns the longest prompts of eval.rows as shapes: of a text or from latents, both where they differ in kind."""
-    cfg, wire = recipe.cfg, workload.prompts(recipe.cfg, recipe, name, size)
+    cfg, wire = recipe.cfg, workload.prompts(recipe, name, size)
     if not eval_rows.fields_of(cfg.eval.rows):
         return [wire]
     text = workload.text_prompts(recipe, name, size, cfg.data.context_tokens)
@@ -79,3 +92,50 @@ def _answers(recipe: LatentWire, name: str, size: int) -> list[tuple[Callable[..
         "weights": rows(answers, dtype="float32"),
     }
     return [(answer, (params, prompts, fields)) for prompts in longest_prompts(recipe, name, size)]
+
+
+def resolve_layers(cfg: Config, placed: Placement, room: MemoryLimit | None) -> Config:
+    """Resolves eval.layers="auto": unstacked for many answers, on a CPU for much weight, where memory allows.
+
+    The first process decides: the others' programs must be the same, whatever memory their machines have left.
+    """
+    if cfg.recipe != "latentwire" or cfg.eval.layers != "auto":
+        return cfg
+    unstacked = processes.from_first(lambda: _pays(cfg, placed, room))
+    return dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, layers="unstacked" if unstacked else "stacked"))
+
+
+def _pays(cfg: Config, placed: Placement, room: MemoryLimit | None) -> bool:
+    if placed.learner.devices.flat[0].platform == "gpu":
+        many = not 0 < cfg.eval.examples < MANY
+        many = many and cfg.encoder.kind != "cache"  # packed keys are one array: apart, XLA holds their slices too
+        return many and room is not None and unstacked_bytes(cfg, placed) <= room.usable
+    return _pays_on_cpu(cfg, placed)
+
+
+def _pays_on_cpu(cfg: Config, placed: Placement) -> bool:
+    readers, free = recipes.reader_bytes(cfg), host_memory.available()
+    examples, largest = cfg.eval.examples or cfg.data.validation_limit or MANY, max(readers.values())
+    tokens = -(-examples // cfg.eval.batch) * cfg.eval.max_new_tokens
+    room = free is not None and host_memory.held(readers, placed) + largest <= free
+    return room and tokens * largest >= MANY_BYTES
+
+
+def unstacked_bytes(cfg: Config, placed: Placement) -> int:
+    """Returns the peak bytes of the fullest device while a reader decodes the longest prompts, layers unstacked.
+
+    The sum of all weights, the reader's layers once more and its KV cache twice. Optimizer moments, which evaluation
+    does not load, stand for everything else.
+    """
+    own = config.with_remat(cfg, "none")
+    recipe = recipes.make(own, placed, outline=True)
+    assert isinstance(recipe, LatentWire), "the recipe's name says so"
+    return memory.placed_bytes(StepSpec(own, recipe)) + max(_copies(cfg, recipe, name) for name in placed.readers)
+
+
+def _copies(cfg: Config, recipe: LatentWire, name: str) -> int:
+    prompts = workload.prompts(recipe, name)
+    slots = max(prompts.positions, cfg.data.context_tokens) + cfg.eval.max_new_tokens
+    rows, model = len(prompts.mask) // recipe.placement.data, recipe.wire.readers[name].config
+    cache = workload.cache_bytes(model, rows, slots, prompts.embeddings.dtype)
+    return place.device_bytes(workload.reader(recipe, name)["layers"]) + 2 * cache

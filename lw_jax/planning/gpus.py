@@ -324,19 +324,20 @@ def compile_lowered(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     JAX writes such a program into the cache but cannot read it without a GPU: each later run would compile again, with
     a warning.
     """
-    with _without_cache():
+    with compile_cache(None):
         return lowered.compile(compiler_options=COMPILE_OPTIONS)
 
 
 @contextlib.contextmanager
-def _without_cache() -> Iterator[None]:
-    before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # JAX asks once whether it caches, and remembers
+def compile_cache(folder: str | None) -> Iterator[None]:
+    """Context in which compiled programs are kept in another folder; None: nowhere."""
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()  # JAX opens its cache once, and remembers
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", before)
+        jax.config.update("jax_compilation_cache_dir", before)
         compilation_cache.reset_cache()
 
 

@@ -28,7 +28,7 @@ class Kernel:
     arithmetic: str  # of its matrix product: "bf16", "tf32", "fp32", "fp8", "int8", "other"; "" where it has none
     flops: int  # of its matrix products, one run
     bytes: int  # read and written, one run
-    executed: int
+    executed: int = 1
     source: str = ""  # "module.function" of this project in which it was traced; "" where the text does not say
 
 
@@ -90,10 +90,7 @@ def analyse(text: str) -> Program:
 def _analyse(text: str) -> Program:
     module = _Module(text)
     tally = module.tally(module.entry)
-    kernels = [
-        Kernel(arithmetic, flops, size, executed, source)
-        for (arithmetic, flops, size, source), executed in tally.kernels.items()
-    ]
+    kernels = [dataclasses.replace(kernel, executed=executed) for kernel, executed in tally.kernels.items()]
     sums: dict[tuple[str, Groups], list[int]] = {}
     for (kind, groups, operand), count in tally.collectives.items():
         total = sums.setdefault((kind, groups), [0, 0, 0])
@@ -159,7 +156,7 @@ class _Op:
 
 class _Tally:
     def __init__(self) -> None:
-        self.kernels: Counter[tuple[str, int, int, str]] = Counter()
+        self.kernels: Counter[Kernel] = Counter()
         self.collectives: Counter[tuple[str, Groups, int]] = Counter()
         self.uncounted: set[str] = set()
 
@@ -172,7 +169,7 @@ class _Tally:
 
     def work(self) -> tuple[int, int]:
         runs = self.kernels.items()
-        return sum(flops * n for (_, flops, *_), n in runs), sum(size * n for (_, _, size, _), n in runs)
+        return sum(kernel.flops * n for kernel, n in runs), sum(kernel.bytes * n for kernel, n in runs)
 
 
 class _Computation:
@@ -235,13 +232,13 @@ class _Module:
         inner = self.computations[op.attribute("calls")]
         return next(filter(None, map(self._source, (inner.root, *reversed(inner.ops.values())))), "")
 
-    def kernel(self, op: _Op, computation: _Computation, result: _Tally) -> tuple[str, int, int, str]:
+    def kernel(self, op: _Op, computation: _Computation, result: _Tally) -> Kernel:
+        """Returns one run of an operation; `result` is told what may hide products of it."""
         products = list(self._products(op, computation, result))
-        flops = sum(flops for _, flops in products)
         arithmetic = max(products, key=lambda product: product[1])[0] if products else ""
-        if op.opcode.removesuffix("-start") == "fusion":
-            return arithmetic, flops, _fusion_bytes(self.computations[op.attribute("calls")]), self._source(op)
-        return arithmetic, flops, _op_bytes(op, computation), self._source(op)
+        fused = op.opcode.removesuffix("-start") == "fusion"
+        size = _fusion_bytes(self.computations[op.attribute("calls")]) if fused else _op_bytes(op, computation)
+        return Kernel(arithmetic, sum(flops for _, flops in products), size, source=self._source(op))
 
     def _products(self, op: _Op, computation: _Computation, result: _Tally) -> Iterator[tuple[str, int]]:
         """Yields arithmetic and FLOPs of each matrix product of an operation, and notes what may hide some."""
@@ -396,8 +393,7 @@ def kernels_by_name(text: str) -> dict[str, Kernel]:
     for part in module.computations.values():
         for name, op in part.ops.items():
             if op.opcode not in _FREE and op.opcode not in ("while", "conditional", "call"):
-                arithmetic, flops, size, source = module.kernel(op, part, _Tally())
-                found[name] = Kernel(arithmetic, flops, size, 1, source)
+                found[name] = module.kernel(op, part, _Tally())
     return found
 
 

@@ -8,12 +8,14 @@ from typing import Any, TypeVar
 from lw_jax import recipes
 from lw_jax.core import config, processes
 from lw_jax.core.config import REMATS, Config
+from lw_jax.core.errors import UserError
+from lw_jax.core.precision import DTYPES
 from lw_jax.core.progress import phase
 from lw_jax.planning import estimate as estimates
 from lw_jax.planning import hlo_counts, plans, roofline
 from lw_jax.planning.estimate import Estimate
 from lw_jax.planning.hardware import Hardware
-from lw_jax.planning.plans import Guess, StepCandidate
+from lw_jax.planning.plans import Guess, Remedy, StepCandidate
 from lw_jax.planning.roofline import Times
 from lw_jax.training import micro_batch_search, out_of_memory
 from lw_jax.training.memory import StepMemory, bytes_of, placed_bytes
@@ -27,6 +29,10 @@ from sharding.placement import Placement
 # A micro-batch of this size saturates a GPU's matmuls (their rows are examples x positions): where the card's speed is
 # not known, recomputation only pays below it.
 ENOUGH = 16
+
+CLOSE = 1.1  # of the limit; arithmetic is up to 12 % above what is compiled (two RTX 4090, nf4: 21.0 for 19.3 GB)
+# Packing -> its name in messages, and the storage types that take more bits.
+PACKINGS = {"int8": ("8 bits", (*DTYPES,)), "nf4": ("4 bits", (*DTYPES, "int8", "w8a8", "fp8"))}
 
 _C = TypeVar("_C", bound=StepCandidate)
 
@@ -66,6 +72,35 @@ def choose(cfg: Config, hardware: Hardware) -> list[Trial]:
                 mesh = plans.axes(data, model)
                 found.append(Trial(strategy=strategy, mesh=mesh, remat="-", obstacle=str(error)))
     return found
+
+
+def fewer_bits(cfg: Config, hardware: Hardware) -> tuple[Remedy, ...]:
+    """Returns, for each packing of the readers' weights, every placement that then fits or nearly does.
+
+    By arithmetic, whatever the hardware's compiler: a plan of the packed configuration is the proof. Nothing for a
+    recipe without frozen readers, or for readers that are packed as tightly already.
+    """
+    found, uncompiled = [], dataclasses.replace(hardware, compile=None)
+    for packing, (words, larger) in PACKINGS.items():
+        names = [name for name, llm in cfg.llms.items() if llm.weights in larger]
+        packed = {name: dataclasses.replace(cfg.llms[name], weights=packing) for name in names}
+        if not packed:
+            continue
+        try:
+            tried = choose(dataclasses.replace(cfg, llms={**cfg.llms, **packed}), uncompiled)
+        except UserError:  # its rows are no whole blocks: this model cannot be packed so
+            continue
+        rows = sorted((one.candidate() for one in tried if one.needs), key=lambda one: one.peak_bytes)
+        fits = tuple(one for one in rows if one.fits)
+        placed = {one.name for one in fits}
+        close = {
+            one.name: one  # the least full of each
+            for one in rows[::-1]
+            if one.name not in placed and one.peak_bytes <= CLOSE * hardware.limit.usable
+        }
+        assignments = {f"llms.{name}.weights": packing for name in names}
+        found.append(Remedy(packing, words, assignments, fits, tuple(close.values())))
+    return tuple(found)
 
 
 def data_axis(cfg: Config, count: int, processes: int) -> int:
@@ -164,7 +199,8 @@ def _measure(cfg: Config, placed: Placement, hardware: Hardware) -> Iterator[Tri
         drafts.append((candidate, program, _guess(program, hardware)))
     fitting: Trial | None = None
     for candidate, program, first in sorted(drafts, key=lambda draft: _rank(draft[2], room)):
-        if fitting and not _is_slower(fitting.guess, first):
+        best = fitting and fitting.guess and fitting.guess.times
+        if fitting and not (best and first.times and best.total > first.times.total):
             return
         try:
             needs = _needs(program, first, hardware)
@@ -179,10 +215,6 @@ def _measure(cfg: Config, placed: Placement, hardware: Hardware) -> Iterator[Tri
             continue
         why = f"a micro-batch of {needs.micro_batch} needs {bytes_of(needs.peak)} of {bytes_of(room.usable)}"
         yield dataclasses.replace(found, obstacle=why)
-
-
-def _is_slower(one: Estimate | None, other: Estimate) -> bool:
-    return bool(one and one.times and other.times and one.times.total > other.times.total)
 
 
 def _guess(program: StepSpec, hardware: Hardware) -> Estimate:

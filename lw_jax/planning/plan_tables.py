@@ -4,25 +4,32 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lw_jax.core.progress import duration
 from lw_jax.planning import estimate as estimates
-from lw_jax.planning import start_tables
 from lw_jax.planning.plans import Plan, StepCandidate, StepPlan
-from lw_jax.planning.start_plan import StartPlan
+from lw_jax.planning.start_plan import TEXT, ReaderPlan, StartCandidate, StartPlan, Work
 from lw_jax.training.memory import bytes_of
 from sharding import place
 from sharding.place import Cut
 
 LEGEND = "GB (1e9 bytes) a device; est.: arithmetic estimate and its distance from the compiled figure; times predicted"
+START_LEGEND = (
+    "bytes of one device; peak: weights of all readers and one batch of texts read or written; est.: arithmetic "
+    "estimate and its distance from the compiled figure; times by arithmetic"
+)
 
 
 def report(plan: Plan, *, own: Mapping[str, Any] | None = None) -> str:
     """Returns a plan as text; `own` are the values of `config.SEARCHED` that the configuration's file sets."""
     if isinstance(plan, StartPlan):
-        work, notes, legend = start_tables.describe(plan), [], start_tables.LEGEND
-        rows, choice = start_tables.rows(plan.candidates), plan.chosen and start_tables.choice(plan, plan.chosen)
+        work = f"no step, a start from {plan.texts} texts of at most {plan.tokens} tokens, {plan.rows} at once"
+        notes, legend = [], START_LEGEND
+        rows, choice = _start_rows(plan.candidates), plan.chosen and _start_choice(plan, plan.chosen)
     else:
         assert isinstance(plan, StepPlan), "there are two kinds"
-        work, notes, legend = f"global batch {plan.global_batch}, {plan.steps} steps", _notes(plan), LEGEND
+        work, legend = f"global batch {plan.global_batch}, {plan.steps} steps", LEGEND
+        notes = [f"precision: {plan.precision}", *([f"time unknown: {plan.untimed}"] if plan.untimed else [])]
+        notes += [] if plan.compiled else [f"seconds: {estimates.ERROR}"]
         rows, choice = candidates(plan.candidates), plan.chosen and _choice(plan, plan.chosen)
     how = "compiled for the target" if plan.compiled else "ARITHMETIC ESTIMATE, nothing was compiled"
     lines = [
@@ -40,11 +47,6 @@ def report(plan: Plan, *, own: Mapping[str, Any] | None = None) -> str:
     if own and not own.items() <= flags.items():
         lines.append(f"the configuration's file sets: {_flags(own)}; with these flags that alone is planned")
     return "\n".join(lines)
-
-
-def _notes(plan: StepPlan) -> list[str]:
-    untimed = [f"time unknown: {plan.untimed}"] if plan.untimed else []
-    return [f"precision: {plan.precision}", *untimed, *([] if plan.compiled else [f"seconds: {estimates.ERROR}"])]
 
 
 def _choice(plan: StepPlan, best: StepCandidate) -> list[str]:
@@ -108,6 +110,52 @@ def candidates(found: Iterable[StepCandidate]) -> list[tuple[str, ...]]:
             )
         )
     return table
+
+
+def _start_choice(plan: StartPlan, best: StartCandidate) -> list[str]:
+    seconds = f", {duration(plan.hours * 3600)} for the start without compiling" if plan.hours is not None else ""
+    return [f"chosen: {best.name}{seconds}", *(_text(name, one, plan.ratio) for name, one in best.readers.items())]
+
+
+def _text(name: str, one: ReaderPlan, ratio: int) -> str:
+    memory = (
+        f"{bytes_of(one.text_bytes)} of keys and values, {bytes_of(one.message_bytes)} of its message at "
+        f"encoder.ratio={ratio} while it answers"
+    )
+    times = ""
+    if one.read_seconds is not None and one.write_seconds is not None:
+        times = f"read in {one.read_seconds:.3g} s, written in {one.write_seconds:.3g} s, "
+    return f"{name}: a text of {TEXT:,} tokens: {times}{memory}"
+
+
+def _start_rows(candidates: tuple[StartCandidate, ...]) -> list[tuple[str, ...]]:
+    head = ("strategy", "mesh", "reader", "weights", "code", "basis", "reading", "est.", "writing", "est.")
+    table: list[tuple[str, ...]] = [(*head, "TFLOP", "s/start", "")]
+    for one in candidates:
+        for name, reader in one.readers.items():
+            table.append(
+                (
+                    one.strategy,
+                    one.mesh,
+                    name,
+                    *map(bytes_of, (reader.weights_bytes, reader.code_bytes, reader.basis_bytes)),
+                    *_both(reader.reading),
+                    *_both(reader.writing),
+                    f"{reader.flops / 1e12:.3g}",
+                    "-" if reader.seconds is None else f"{reader.seconds:.1f}",
+                    "",
+                )
+            )
+        peak = f"peak {bytes_of(one.peak_bytes)}"
+        table[-1] = (*table[-1][:-1], peak if one.fits else f"{peak}, no: {one.obstacle}")
+    return table
+
+
+def _both(work: Work) -> tuple[str, str]:
+    guess = bytes_of(work.estimate_bytes)
+    if work.peak_bytes == work.estimate_bytes:
+        return guess, guess
+    return bytes_of(work.peak_bytes), f"{guess} ({work.estimate_bytes / max(work.peak_bytes, 1) - 1:+.0%})"
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -3,31 +3,29 @@
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
 
 from lw_jax import recipes
-from lw_jax.core import config, processes, validation
+from lw_jax.core import config, processes, tree, validation
 from lw_jax.core import precision as precision_of
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.precision import DTYPES
 from lw_jax.core.progress import phase
 from lw_jax.planning import (
-    decode_layout,
+    generation_memory,
     gpus,
     hardware,
     host_memory,
     placement_search,
     plan_cache,
     plans,
-    remedies,
     start_plan,
     workload,
 )
-from lw_jax.planning.generation_memory import generation
 from lw_jax.planning.hardware import HERE, HOST_BYTES, Hardware
 from lw_jax.planning.placement_search import Trial
 from lw_jax.planning.plans import Plan, StepCandidate, StepPlan
@@ -72,13 +70,19 @@ def make(cfg: Config, target: str = "", *, estimate: bool = False) -> StepPlan:
         UserError: the target is not known, or an estimate needs more virtual CPU devices than there are.
         PlacementError: the configured placement does not go with the target's nodes.
     """
-
-    def compute() -> StepPlan:
-        return _plan(cfg, hardware.find(cfg, target, estimate=estimate))
-
     if target and estimate:
-        return _timed(compute(), cfg)
-    return _cached(cfg, gpus.parse(target).name if target else HERE, compute)
+        return _timed(_plan(cfg, hardware.find(cfg, target, estimate=True)), cfg)
+    file = plan_cache.path(cfg, gpus.parse(target).name if target else HERE)
+    cached = plan_cache.read(file)
+    # Several processes compile all or none, as XLA shares the work of autotuning among them; the first one's holds.
+    if not target and not all(processes.gather(cached is not None)):
+        cached = None
+    plan = cached or _plan(cfg, hardware.find(cfg, target))
+    if not target:
+        plan = plan_cache.decode(processes.from_first(lambda: dataclasses.asdict(plan)))
+    if not cached and not plan.why_not_compiled:  # the compiler may be installed by the next call
+        plan_cache.write(file, plan)
+    return _timed(plan, cfg)
 
 
 def precision(cfg: Config, on: Hardware | None = None) -> str:
@@ -111,7 +115,7 @@ def resolve_auto(cfg: Config, *, reading: bool = False) -> tuple[Config, Placeme
     here = hardware.here(cfg)
     cfg, placed = _resolve_placement(config.with_remat(cfg, "none") if reading else cfg, here, reading=reading)
     host_memory.check(recipes.reader_bytes(cfg), placed)
-    return decode_layout.resolve_layers(cfg, placed, here.room), placed
+    return generation_memory.resolve_layers(cfg, placed, here.room), placed
 
 
 def _resolve_placement(cfg: Config, here: Hardware, *, reading: bool) -> tuple[Config, Placement]:
@@ -168,20 +172,18 @@ def _place_uncompiled(cfg: Config, readers: Mapping[str, int], here: Hardware, *
     for model in (n for n in range(1, local + 1) if local % n == 0):
         table = "tensor" if model > 1 else "replicate"
         placed = placements.place(table, readers, data=count // model, model=model)
-        if here.room is None or _held(cfg, placed, readers, local) <= here.room.usable:
+        if here.room is None:
+            return placed
+        held = host_memory.held(readers, placed) // local  # what a run without steps computes is small beside it
+        if cfg.train.steps:
+            held = memory.placed_bytes(StepSpec(cfg, recipes.make(cfg, placed, outline=True)))
+        if held <= here.room.usable:
             return placed
     most = "all of them" if local == count else f"the {local} of each process"
     raise PlacementError(
         f"the readers do not fit on {count} devices of {bytes_of(here.limit.memory)}, split over {most}; use more "
         "devices, or raise mesh.target_utilisation"
     )
-
-
-def _held(cfg: Config, placed: Placement, readers: Mapping[str, int], local: int) -> int:
-    """Returns the bytes of weights on the fullest device; what a run without steps computes is small beside them."""
-    if not cfg.train.steps:
-        return host_memory.held(readers, placed) // local
-    return memory.placed_bytes(StepSpec(cfg, recipes.make(cfg, placed, outline=True)))
 
 
 def simulate(cfg: Config, card: gpus.Card, count: int, *, estimate: bool = False) -> StepPlan:
@@ -207,14 +209,14 @@ def _plan(cfg: Config, on: Hardware) -> StepPlan:
         **on.figures(),
         precision=precision(cfg, on),
         global_batch=cfg.train.global_batch,
-        unit=recipes.unit(cfg),
+        unit=recipes.outline(cfg).unit,
         host_memory_bytes=_host_bytes(tried),
         plan_seconds=round(time.monotonic() - started, 1),
         candidates=candidates,
         chosen=chosen,
         why=_why(chosen, candidates),
         untimed=next((one.untimed for one in tried if one.untimed), ""),
-        remedies=() if best else remedies.fewer_bits(cfg, on),
+        remedies=() if best else placement_search.fewer_bits(cfg, on),
         validation=parts.get("validation"),
         generation=parts.get("generation"),
     )
@@ -241,7 +243,10 @@ def _pick(tried: list[Trial], on: Hardware) -> tuple[Trial | None, dict[str, Eva
 def evaluation_memory(
     program: StepSpec, room: memory_limit.MemoryLimit, compile: memory.Compile | None
 ) -> dict[str, EvaluationMemory | None]:
-    passes = {"validation": evaluation_memories.validation(program), "generation": generation(program)}
+    passes = {
+        "validation": evaluation_memories.validation(program),
+        "generation": generation_memory.generation(program),
+    }
     return {part: one and evaluation_memories.of(one, room, compile=compile) for part, one in passes.items()}
 
 
@@ -250,7 +255,7 @@ def _host_bytes(tried: Sequence[Trial]) -> int:
     program = next((one.program for one in tried if one.program), None)
     if program is None:
         return int(HOST_BYTES)
-    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state))
+    state = tree.nbytes(program.state)
     frozen = jax.tree.leaves(program.frozen)
     largest = max((leaf.size // max(1, leaf.shape[0]) * 4 for leaf in frozen), default=0)
     return int(HOST_BYTES + state + 2 * largest)
@@ -315,17 +320,3 @@ def validation_share(cfg: Config) -> float | None:
     due = sum(preflight.is_validated(train, step) for step in range(1, train.steps + 1))
     passes = 2 * len(config.tasks(cfg)) if cfg.recipe == "latentwire" else 1  # with the right text and another's
     return due * passes * examples / 2 / (train.steps * train.global_batch)
-
-
-def _cached(cfg: Config, name: str, compute: Callable[[], StepPlan]) -> StepPlan:
-    file, here = plan_cache.path(cfg, name), name == HERE
-    cached = plan_cache.read(file)
-    # Several processes compile all or none, as XLA shares the work of autotuning among them; the first one's holds.
-    if here and not all(processes.gather(cached is not None)):
-        cached = None
-    plan = cached or compute()
-    if here:
-        plan = plan_cache.decode(processes.from_first(lambda: dataclasses.asdict(plan)))
-    if not cached and not plan.why_not_compiled:  # the compiler may be installed by the next call
-        plan_cache.write(file, plan)
-    return _timed(plan, cfg)

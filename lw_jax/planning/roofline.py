@@ -74,10 +74,10 @@ def predict(program: Program, target: Target) -> Times:
 
 
 def seconds_of(kernel: Kernel, card: Card) -> float:
-    """Returns the seconds of one run of a kernel."""
-    traffic = kernel.bytes / (card.bandwidth * BANDWIDTH_FRACTION)
-    arithmetic = kernel.flops / (_peak(card, kernel.arithmetic) * MATMUL_FRACTION) if kernel.flops else 0.0
-    return max(arithmetic, traffic, KERNEL_SECONDS)
+    seconds = max(kernel.bytes / (card.bandwidth * BANDWIDTH_FRACTION), KERNEL_SECONDS)
+    if kernel.flops:
+        seconds = max(seconds, kernel.flops / (_peak(card, kernel.arithmetic) * MATMUL_FRACTION))
+    return seconds
 
 
 def _peak(card: Card, arithmetic: str) -> float:

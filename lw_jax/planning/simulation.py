@@ -84,7 +84,11 @@ def changes(
     micro = best.micro_batch
 
     def asked(**values: Any) -> StepCandidate | None:
-        return estimate(_with(cfg, best.overrides() | values), target).chosen
+        whole = config.to_dict(cfg)
+        for path, value in (best.overrides() | values).items():
+            section, _, key = path.partition(".")
+            whole[section][key] = value
+        return estimate(config.build(whole), target).chosen
 
     planned, first = asked(), own.get("train.micro_batch") or 1
     found = []
@@ -95,14 +99,6 @@ def changes(
         found.append(Change(f"latents {slots} -> {2 * slots}", planned, asked(**{"encoder.slots": 2 * slots})))
     steps = cfg.train.steps
     return [*found, Change(f"steps {steps} -> {2 * steps} (epochs)", planned, asked(**{"train.steps": 2 * steps}))]
-
-
-def _with(cfg: Config, values: Mapping[str, Any]) -> Config:
-    whole = config.to_dict(cfg)
-    for path, value in values.items():
-        section, _, key = path.partition(".")
-        whole[section][key] = value
-    return config.build(whole)
 
 
 def _job(cfg: Config, size: int | None) -> str:

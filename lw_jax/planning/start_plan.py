@@ -9,7 +9,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -195,13 +195,13 @@ def _plan_reader(
                 needs = compiles(jax.jit(function).lower(*given)).memory_analysis()
             peak = needs.argument_size_in_bytes + needs.temp_size_in_bytes + needs.output_size_in_bytes - weights
             batch[writes] = dataclasses.replace(batch[writes], peak_bytes=max(peak, 0))
-    runs, width = _runs(cfg, rows, placed.platform), code["basis"].shape[0]
-    basis = (16 * (width + cache_code.MORE) + 4 * width) * values * runs.tokens
-    filling = 4 * (cache_code.ITERATIONS + 0.5) * width * values * runs.tokens
+    (readings, writings, fitted), width = _runs(cfg, rows, placed.platform), code["basis"].shape[0]
+    basis = (16 * (width + cache_code.MORE) + 4 * width) * values * fitted
+    filling = 4 * (cache_code.ITERATIONS + 0.5) * width * values * fitted
     read, write = batch[False], batch[True]
     seconds = None
     if speed and read.seconds and write.seconds:
-        seconds = runs.readings * read.seconds + runs.writings * (write.seconds - read.seconds) + basis / speed.exact
+        seconds = readings * read.seconds + writings * (write.seconds - read.seconds) + basis / speed.exact
         factors = recipe.wire.readers[name].mode.factors or "float32"
         seconds += filling / speed.products.get(factors, speed.exact)
     return ReaderPlan(
@@ -210,7 +210,7 @@ def _plan_reader(
         reading=read,
         writing=write,
         basis_bytes=4 * values * (4 * (width + cache_code.MORE) + 3 * cache_start.CHUNK),
-        flops=runs.readings * read.flops + runs.writings * (write.flops - read.flops) + basis + filling,
+        flops=readings * read.flops + writings * (write.flops - read.flops) + basis + filling,
         seconds=seconds,
         read_seconds=(text[False].seconds or 0.0) / 2 if speed else None,  # it is read twice there
         write_seconds=text[True].seconds,
@@ -219,20 +219,13 @@ def _plan_reader(
     )
 
 
-class _Runs(NamedTuple):
-    """How often the start runs its programs for one reader, about."""
-
-    readings: float  # of a batch, twice
-    writings: float  # of a batch that was read
-    tokens: int  # that the basis is fitted to
-
-
-def _runs(cfg: Config, rows: int, platform: str) -> _Runs:
+def _runs(cfg: Config, rows: int, platform: str) -> tuple[float, float, int]:
+    """Returns about how often the start reads a batch twice and writes one, and the tokens that it fits a basis to."""
     texts, kind = cfg.encoder.texts, "cpu" if platform == "cpu" else "gpu"
     held = min(max(texts // cache_start.PART_HELD_OUT, 1), cache_start.MOST_HELD_OUT[kind])
     train, found = texts - held, len(cache_start.RATES) + (cfg.encoder.ratio > 1)  # steps, one of them either way
     writings = found * SOLVES * held / rows
-    return _Runs(texts / rows, writings, train * cfg.data.context_tokens)
+    return texts / rows, writings, train * cfg.data.context_tokens
 
 
 def _programs(recipe: CacheWire, name: str, rows: int, tokens: int) -> dict[bool, tuple[Callable[..., Any], tuple]]:

@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lw_jax import recipes
-from lw_jax.core import config
+from lw_jax.core import config, tree
 from lw_jax.core.config import Config
 from lw_jax.core.precision import of, of_reader
 from lw_jax.core.types import SHARED, Tree
@@ -19,7 +19,6 @@ from lw_jax.training import step_costs
 from lw_jax.training.step_spec import StepSpec
 from lw_jax.training.traced_costs import trace
 from sharding import place
-from sharding.placement import Placement
 
 
 class PromptShapes(NamedTuple):
@@ -35,23 +34,22 @@ class PromptShapes(NamedTuple):
         return self.mask.shape[1] + (0 if self.kv_prefix is None else self.kv_prefix.mask.shape[1])
 
 
-def texts(cfg: Config, placement: Placement) -> Tree:
+def texts(recipe: LatentWire) -> Tree:
     """Returns a batch of texts that fill the encoder's window, as shapes where they are read."""
-    batch, tokens = _batch(cfg, placement), cfg.encoder.window * cfg.encoder.windows
+    batch, tokens = _batch(recipe), recipe.cfg.encoder.window * recipe.cfg.encoder.windows
     sizes = {"ids": ((batch, tokens), "int32"), "mask": ((batch, tokens), "bool"), "channel": ((batch, 3), "int32")}
-    return {name: _rows(shape, dtype, placement.learner) for name, (shape, dtype) in sizes.items()}
+    return {name: _rows(shape, dtype, recipe.placement.learner) for name, (shape, dtype) in sizes.items()}
 
 
-def prompts(cfg: Config, recipe: LatentWire, name: str, rows: int = 0) -> PromptShapes:
+def prompts(recipe: LatentWire, name: str, rows: int = 0) -> PromptShapes:
     """Returns `rows` questions from latents at the limits, as shapes where the reader lies; 0: a batch of answers."""
     fields = recipe.validation_widths()["readers"][name]  # maybe a passage's, which has no question
-    before, after = fields["before"]["ids"].shape[0], cfg.data.question_tokens
-    rows, slots = rows or _batch(cfg, recipe.placement), cfg.encoder.slots
-    own, mesh = recipe.wire.readers[name], recipe.placement.readers[name].mesh
-    dtype = recipe.abstract().frozen[name]["embed"].dtype
-    model = own.config
-    if own.kind == "embeddings":
+    before, after = fields["before"]["ids"].shape[0], recipe.cfg.data.question_tokens
+    rows, slots = rows or _batch(recipe), recipe.cfg.encoder.slots
+    if recipe.wire.readers[name].kind == "embeddings":
         return text_prompts(recipe, name, rows, before + slots + 1 + after)
+    model, mesh = recipe.wire.readers[name].config, recipe.placement.readers[name].mesh
+    dtype = recipe.abstract().frozen[name]["embed"].dtype
     split = recipe.placement.readers[name].table == "tensor" and model.kv_heads % mesh.shape["model"] == 0
     at = NamedSharding(mesh, P(None, "data", None, "model" if split else None))
     shape = (model.layers, rows, before + slots, model.kv_heads, model.head_dim)
@@ -64,13 +62,11 @@ def prompts(cfg: Config, recipe: LatentWire, name: str, rows: int = 0) -> Prompt
     )
 
 
-def single_prompts(cfg: Config, recipe: LatentWire, name: str) -> dict[str, PromptShapes]:
+def single_prompts(recipe: LatentWire, name: str) -> dict[str, PromptShapes]:
     """Returns one question's prompt of the longest text and one of a message, one for each part of the data axis."""
     rows = recipe.placement.data
-    return {
-        "text": text_prompts(recipe, name, rows, cfg.data.context_tokens),
-        "message": prompts(cfg, recipe, name, rows),
-    }
+    text = text_prompts(recipe, name, rows, recipe.cfg.data.context_tokens)
+    return {"text": text, "message": prompts(recipe, name, rows)}
 
 
 def text_prompts(recipe: LatentWire, name: str, rows: int, length: int) -> PromptShapes:
@@ -91,8 +87,8 @@ def encoder(recipe: LatentWire) -> tuple[Tree, Tree]:
     return place.place_shapes(shapes.trainable, placed.trainable), body
 
 
-def _batch(cfg: Config, placement: Placement) -> int:
-    return place.round_up(cfg.eval.batch, placement.data)
+def _batch(recipe: LatentWire) -> int:
+    return place.round_up(recipe.cfg.eval.batch, recipe.placement.data)
 
 
 def _rows(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> Any:
@@ -108,24 +104,18 @@ def step_flops(cfg: Config) -> float:
 
 
 def encode_flops(recipe: LatentWire) -> float:
-    return trace(
-        recipe.wire.encode, recipe.abstract().trainable, texts(recipe.cfg, recipe.placement), encoder(recipe)[1]
-    ).flops
+    return trace(recipe.wire.encode, recipe.abstract().trainable, texts(recipe), encoder(recipe)[1]).flops
 
 
 def token_bytes(params: Tree, model: decoder.DecoderConfig, prompt: PromptShapes, tokens: int) -> float:
     """Returns the bytes that the next token of every row needs: all weights but a lookup's table, and the cache."""
-    looked_up = 0 if model.tied else _size(params["embed"])
+    looked_up = 0 if model.tied else tree.nbytes(params["embed"])
     cache = cache_bytes(model, len(prompt.mask), prompt.positions + tokens, prompt.embeddings.dtype)
-    return sum(map(_size, jax.tree.leaves(params))) - looked_up + cache
+    return tree.nbytes(params) - looked_up + cache
 
 
 def cache_bytes(model: decoder.DecoderConfig, rows: int, slots: int, dtype: jnp.dtype) -> int:
     return 2 * model.layers * rows * slots * model.kv_heads * model.head_dim * dtype.itemsize
-
-
-def _size(leaf: Any) -> int:
-    return leaf.size * leaf.dtype.itemsize
 
 
 def arithmetic(cfg: Config, platform: str) -> str:

@@ -52,11 +52,6 @@ def reader_bytes(cfg: Config) -> dict[str, int]:
     return RECIPES[cfg.recipe].reader_bytes(cfg)
 
 
-def unit(cfg: Config) -> tuple[str, int]:
-    """Returns the unit of an example and its number: ("tokens", 512) or ("samples", 1)."""
-    return outline(cfg).unit
-
-
 def identity(recipe: Recipe, cfg: Config) -> dict[str, str]:
     """Returns the identity that resuming a checkpoint requires: that of `readable` and the data's content."""
     return readable(recipe, cfg) | recipe.content()

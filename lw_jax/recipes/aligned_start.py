@@ -22,19 +22,6 @@ def align_encoder(params: Tree, table: jax.Array, width: int) -> Tree:
     return params | {"head": head | {"project": project, "mix": alignment.mix_logits(head["mix"].shape[0])}}
 
 
-def align_adapter(
-    params: Tree, encoder: tuple[jax.Array, jax.Array], target: jax.Array, size: jax.Array, pieces: jax.Array
-) -> Tree:
-    """Returns an adapter whose linear path is the regression from single tokens' latents to a reader's table.
-
-    `encoder` is the encoder's table and its projection's kernel, `target` the reader's table, `size` its RMS, `pieces`
-    as `match_pieces` gives them.
-    """
-    kernel = jax.jit(alignment.linear_map)(*encoder, target, pieces)
-    zeros = jax.tree.map(jnp.zeros_like, params["down"])
-    return params | {"skip": {"kernel": kernel}, "down": zeros, "gain": size.reshape(())}
-
-
 def match_pieces(own: Tokenizer, reader: Tokenizer, count: int) -> jax.Array:
     """Returns i32 [v n]: a reader's ids of each of the encoder's `count` token strings, -1 beyond their end."""
     texts = [own.decode([index]) if index < own.vocab else "" for index in range(count)]
@@ -51,10 +38,13 @@ def align(
     sizes: Mapping[str, jax.Array],
     pieces: Mapping[str, jax.Array],
 ) -> Tree:
-    """Returns the tree with every adapter aligned to its encoder, whose body has this table."""
-    encoder = table.astype(jnp.float32), trainable["encoder"]["head"]["project"]["kernel"]
-    adapters = {
-        name: align_adapter(params, encoder, targets[name], sizes[name], pieces[name])
-        for name, params in trainable["adapters"].items()
-    }
+    """Returns the tree with adapters whose linear path is the regression from tokens' latents to their readers' tables.
+
+    `table` is that of the encoder's body, `targets` are the readers', `sizes` their RMS; `pieces` as `match_pieces`.
+    """
+    encoder, adapters = (table.astype(jnp.float32), trainable["encoder"]["head"]["project"]["kernel"]), {}
+    for name, params in trainable["adapters"].items():
+        kernel = jax.jit(alignment.linear_map)(*encoder, targets[name], pieces[name])
+        zeros = jax.tree.map(jnp.zeros_like, params["down"])
+        adapters[name] = params | {"skip": {"kernel": kernel}, "down": zeros, "gain": sizes[name].reshape(())}
     return trainable | {"adapters": adapters}

@@ -47,7 +47,6 @@ WEIGHED = 0.25  # power of a layer's share of the table at a quarter, which weig
 
 
 def start(recipe: "CacheWire", frozen: Tree) -> dict[str, Tree]:
-    """Returns every reader's code."""
     ratio, most = recipe.cfg.encoder.ratio, MOST_HELD_OUT[recipe.placement.platform]
     train, held = _divide(recipe.examples("train"), recipe.cfg.encoder.texts, most)
     encoded, functions, codes = recipe.encode(held), recipe.functions, {}

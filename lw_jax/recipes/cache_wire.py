@@ -8,12 +8,11 @@ import jax.numpy as jnp
 
 from lw_jax.core.config import Config
 from lw_jax.core.types import Example, LossTerms, Tree
-from lw_jax.data import batches, examples, prompt_tokens, tokens
+from lw_jax.data import batches, examples, prompt_tokens
 from lw_jax.data.batches import Encoded
 from lw_jax.data.tokens import ByteTokenizer
 from lw_jax.evals import cache_rows
 from lw_jax.evals.cache_functions import CacheFunctions
-from lw_jax.hub import weights
 from lw_jax.models import cache_message, decoder, wire
 from lw_jax.models.cache_message import Sent
 from lw_jax.recipes import cache_start, wire_shapes
@@ -31,7 +30,6 @@ class CacheWire(WireReaders):
     """See `training.recipe.Recipe`. Trainable: {"codes": {reader's name: `cache_message.abstract`}}."""
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
-        """Locates the model files; an `outline` needs none: it has shapes alone."""
         super().__init__(cfg, placed, outline=outline)
         encoder = wire.EncoderSpec("cache", slots=1, width=cfg.encoder.width, pooling="", layers=0, window=1, body=None)
         self.wire = wire.Wire(encoder, self._make_readers(kind="kv"))
@@ -46,16 +44,15 @@ class CacheWire(WireReaders):
     def _abstract(self) -> Weights:
         width = self.cfg.encoder.width
         codes = {name: cache_message.abstract(one.config, width) for name, one in self.wire.readers.items()}
-        return Weights({"codes": codes}, self._abstract_readers(self.wire.readers))
+        return Weights({"codes": codes}, self._abstract_readers())
 
     @functools.cached_property
     def _shardings(self) -> Weights:
-        shapes = self.abstract()
-        codes = rules.shardings(tables.TRAINABLE, shapes.trainable, self.placement.learner, name="trainable")
-        return Weights(codes, self._reader_shardings(shapes.frozen))
+        trainable = self.abstract().trainable
+        codes = rules.shardings(tables.TRAINABLE, trainable, self.placement.learner, name="trainable")
+        return Weights(codes, self._reader_shardings())
 
     def load_frozen(self) -> Tree:
-        """Streams the readers' weights into their shards."""
         return self._load_readers(self.shardings().frozen)
 
     def build(self, frozen: Tree | None = None) -> Weights:
@@ -84,27 +81,22 @@ class CacheWire(WireReaders):
 
     @functools.cached_property
     def layout(self) -> prompt_tokens.Layout:
-        """Returns the settings that determine an example's token ids."""
         return self._make_layout(source=ByteTokenizer(), window=ANY, windows=1, slots=1, width=1)
 
     @functools.cached_property
     def curriculum(self) -> Curriculum:
-        return Curriculum(self.cfg, self.layout, self.tokenizers, self._attach, rows=("context",))
-
-    def _attach(self, encoded: Encoded) -> Encoded:
-        return cache_rows.attach(encoded, self.layout)
+        attach = functools.partial(cache_rows.attach, layout=self.layout)
+        return Curriculum(self.cfg, self.layout, self.tokenizers, attach, rows=("context",))
 
     def examples(self, split: examples.Split) -> list[Example]:
-        """Returns the questions of a split."""
         return self.curriculum.examples(split)
 
     def encode(self, found: Sequence[Example]) -> Encoded:
         """Returns questions as token ids, with the fields of all rows."""
-        encoded = batches.encode(found, layout=self.layout, rows=cache_rows.FIELDS)
-        return self._attach(encoded)
+        return cache_rows.attach(batches.encode(found, layout=self.layout, rows=cache_rows.FIELDS), self.layout)
 
     def longest_prompts(self) -> dict[str, int]:
-        return wire_shapes.longest_cache_prompts(self.cfg)
+        return {"data.context_tokens, read twice,": 2 * self.cfg.data.context_tokens + wire_shapes.AGAIN}
 
     # --- loss
 
@@ -144,7 +136,6 @@ class CacheWire(WireReaders):
     # --- planning
 
     def batch_widths(self) -> Tree:
-        """Returns one training example as shapes at the configuration's limits, with an assumed shared prefix."""
         return wire_shapes.cache_example(self.cfg, self.wire.readers)
 
     validation_widths = batch_widths
@@ -152,13 +143,7 @@ class CacheWire(WireReaders):
     # --- identity
 
     def identity(self) -> dict[str, str]:
-        """Returns the fingerprints of the readers and their tokenizers."""
-        readers = {f"llms/{name}": weights.fingerprint(at) for name, at in self.locations.items()}
-        own = {
-            f"tokenizers/llms/{name}": tokens.identify(one, template=self.cfg.llms[name].template)
-            for name, one in self.tokenizers.items()
-        }
-        return {"encoder": f"cache {self.cfg.encoder.width}"} | readers | own
+        return {"encoder": f"cache {self.cfg.encoder.width}"} | super().identity()
 
     def content(self) -> dict[str, str]:
         """Returns hashes of the questions of both splits."""

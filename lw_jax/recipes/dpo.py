@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from lw_jax.core import precision
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
-from lw_jax.core.precision import Precision
 from lw_jax.core.types import LossTerms, Tree
 from lw_jax.data import pairs, preferences, row_sources
 from lw_jax.data.data_schedule import DataSchedule, Phase, digest_of
@@ -24,7 +23,7 @@ from lw_jax.losses.preference import LogProbs
 from lw_jax.models import decoder, lora
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.recipes import frozen_models
-from lw_jax.recipes.reference import Reference
+from lw_jax.recipes.frozen_outputs import Reference
 from lw_jax.training.recipe import Finding, Recipe, Weights
 from sharding import rules, shards, tables
 from sharding.placement import Placement
@@ -53,12 +52,10 @@ class DPO(Recipe):
 
     @functools.cached_property
     def location(self) -> Path:
-        """Returns the path of the model's files."""
         return frozen_models.locate(self.cfg, self.llm.source, self.llm.sha256)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """Returns the model's tokenizer."""
         return load_tokenizer(self.location)
 
     # --- weights
@@ -109,7 +106,6 @@ class DPO(Recipe):
 
     @functools.cached_property
     def _pairs(self) -> tuple[list[Preference], list[Preference]]:
-        """Returns the training pairs and the held-out ones."""
         data = self.cfg.data
         train = pairs.read(data.train, columns=data.columns)
         if data.validation:
@@ -195,11 +191,8 @@ class DPO(Recipe):
 
     @functools.cached_property
     def _mode(self) -> decoder.Mode:
-        return frozen_models.mode(self.cfg, self.placement.readers[self.name].mesh, self._precision)
-
-    @functools.cached_property
-    def _precision(self) -> Precision:
-        return frozen_models.precision_of(self.cfg, self.llm, self.placement.platform)
+        arithmetic = frozen_models.precision_of(self.cfg, self.llm, self.placement.platform)
+        return frozen_models.mode(self.cfg, self.placement.readers[self.name].mesh, arithmetic)
 
     # --- identity
 
@@ -214,7 +207,6 @@ class DPO(Recipe):
     # --- planning
 
     def batch_widths(self) -> Tree:
-        """Returns one training pair as shapes at the configuration's limits."""
         length = self.cfg.dpo.max_length
         fields = {
             "ids": jax.ShapeDtypeStruct((2, length), jnp.int32),
@@ -227,9 +219,7 @@ class DPO(Recipe):
             fields["reference"] = jax.ShapeDtypeStruct((2,), jnp.float32)
         return {"source": {}, "readers": {self.name: fields}, "index": jax.ShapeDtypeStruct((), jnp.int32)}
 
-    def validation_widths(self) -> Tree:
-        """Returns one held-out example as shapes: as one of training."""
-        return self.batch_widths()
+    validation_widths = batch_widths
 
     # --- preflight
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from lw_jax.core.progress import phase
 from lw_jax.core.types import EXACT, SHARED, Tree
-from lw_jax.data import batches, prompt_tokens, same_words
+from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.tokens import Tokenizer
 from lw_jax.models import decoder, kv_prefix
 from lw_jax.models.adapter import KVAdapter, rms
@@ -165,7 +165,9 @@ class _Gatherer:
         mesh = self.mesh
         run = jax.jit(functools.partial(_sum, self.reader), out_shardings=place.whole(mesh))
         shared = place.replicate((self.before, np.ones_like(self.before, bool)), mesh) if self.before.size else None
-        shift, total = place.replicate(np.zeros(_shape(self.reader), np.float32), mesh), None
+        config = self.reader.config
+        zeros = np.zeros((config.layers, 2, config.kv_heads, config.head_dim), np.float32)
+        shift, total = place.replicate(zeros, mesh), None
         batched = _batches(len(texts), place.round_up(ROWS, mesh.shape["data"]))
         with phase(
             f"initialising {self.name}'s adapter from its keys and values of texts", len(batched), "batches"
@@ -189,20 +191,40 @@ class _Gatherer:
     def _weigh(self, one: _Text, count: int, slots: int, width: int) -> np.ndarray:
         """Returns rows [m width] that average the reader's first `count` tokens over the windows of `slots` slots.
 
-        The rows beyond are zero.
-        Without the encoder's tokens the windows are of as many of the reader's own.
+        The rows beyond are zero. Without the encoder's tokens the windows are of as many of the reader's own.
         """
         starts = self.tokenizer.starts(one.text)[:count]
-        windows = same_words.window_starts(starts if one.starts is None else one.starts, slots)
+        windows = window_starts(starts if one.starts is None else one.starts, slots)
         weights = np.zeros((self.layout.slots, width), np.float32)
-        weights[:slots, :count] = same_words.window_weights(starts, windows)
+        weights[:slots, :count] = window_weights(starts, windows)
         if not self.before.size:
             weights[:, 0] = 0.0  # a text's first token, to which a reader attends for want of anything else
         return weights / np.maximum(weights.sum(axis=1, keepdims=True), 1.0)
 
 
-def _shape(reader: Reader) -> tuple[int, ...]:
-    return reader.config.layers, 2, reader.config.kv_heads, reader.config.head_dim
+def window_starts(starts: Sequence[int], windows: int) -> np.ndarray:
+    """Returns the characters [windows 2] between which each window of a text's tokens stands, the last one open.
+
+    `starts` are the places of its tokens; the windows are those of `models.encoder.window_weights`.
+    """
+    length, slot = len(starts), np.arange(windows)
+    first = slot * length // windows
+    last = np.maximum((slot + 1) * length // windows, first + 1)
+    places = np.append(np.asarray(starts, np.int64), np.iinfo(np.int64).max)
+    return np.stack([places[first], places[last]], axis=1)
+
+
+def window_weights(starts: Sequence[int], windows: np.ndarray) -> np.ndarray:
+    """Returns rows f32 [windows t] of ones at the tokens that begin in each window, or at the one that reaches into it.
+
+    `starts` are the places of a reader's tokens in the same text, `windows` as `window_starts` gives them.
+    """
+    places = np.asarray(starts, np.int64)[None, :]
+    inside = (places >= windows[:, :1]) & (places < windows[:, 1:])
+    reaching = np.maximum(np.searchsorted(places[0], windows[:, 0], side="right") - 1, 0)
+    none = ~inside.any(axis=1)
+    inside[none, reaching[none]] = True
+    return inside.astype(np.float32)
 
 
 def _sum(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -21,18 +21,10 @@ from lw_jax.losses import objectives
 from lw_jax.models import adapter, codec, lora, wire
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
-from lw_jax.recipes import (
-    aligned_start,
-    encoder_bodies,
-    frozen_models,
-    join,
-    kv_start,
-    states_start,
-    wire_shapes,
-)
+from lw_jax.recipes import aligned_start, frozen_models, join, kv_start, states_start, wire_shapes
 from lw_jax.recipes.curriculum import Curriculum, encoder_rates
+from lw_jax.recipes.frozen_outputs import Teacher
 from lw_jax.recipes.surprisal import Surprisal
-from lw_jax.recipes.teacher import Teacher
 from lw_jax.recipes.wire_readers import WireReaders
 from lw_jax.training.optimizers import Rates
 from lw_jax.training.recipe import Weights
@@ -47,9 +39,23 @@ class LatentWire(WireReaders):
     """
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
-        """Locates the model files; an `outline` needs none: it has shapes and the loss, but cannot load."""
         super().__init__(cfg, placed, outline=outline)
-        self.wire = _wire(cfg, placed, self._make_readers(kind=cfg.adapter.kind), self._describe_body())
+        encoder, arithmetic = cfg.encoder, precision.of(cfg.compute.dtype, placed.platform)
+        spec = wire.EncoderSpec(
+            kind=encoder.kind,
+            slots=encoder.slots,
+            width=encoder.width,
+            pooling=encoder.pooling,
+            layers=encoder.layers,
+            window=encoder.window,
+            body=self._describe_body(),
+            precision=arithmetic,
+            pairs=lora.everywhere(encoder.rank) if encoder.rank else None,
+            taps=encoder.states,
+            causal=encoder.mask == "causal",
+        )
+        readers = self._make_readers(kind=cfg.adapter.kind)
+        self.wire = wire.Wire(spec, readers, frozen_models.mode(cfg, placed.learner, arithmetic))
 
     @property
     def rates(self) -> Rates:
@@ -61,19 +67,19 @@ class LatentWire(WireReaders):
     def body_location(self) -> Path | None:
         """Returns the path of the encoder's pretrained body; None for one from scratch."""
         spec = self.cfg.encoder
-        return frozen_models.locate(self.cfg, spec.source, spec.sha256) if spec.kind in encoder_bodies.BODIES else None
+        return frozen_models.locate(self.cfg, spec.source, spec.sha256) if spec.kind in frozen_models.BODIES else None
 
     def _describe_body(self) -> DecoderConfig | BertConfig | None:
         """Returns the shapes of the encoder's body, cut to its layers; None for one from scratch."""
         spec = self.cfg.encoder
-        if spec.kind not in encoder_bodies.BODIES:
+        if spec.kind not in frozen_models.BODIES:
             return None
         if self.outline and spec.kind == "lm":
-            return encoder_bodies.cut(frozen_models.outline(self.cfg, spec.source), spec)
+            return frozen_models.cut_body(frozen_models.outline(self.cfg, spec.source), spec)
         if self.outline:
-            return encoder_bodies.cut(architectures.find_bert(spec.source), spec)
+            return frozen_models.cut_body(architectures.find_bert(spec.source), spec)
         assert self.body_location is not None  # it has one of the BODIES
-        return encoder_bodies.cut(encoder_bodies.BODIES[spec.kind].describe(self.body_location), spec)
+        return frozen_models.cut_body(frozen_models.BODIES[spec.kind].describe(self.body_location), spec)
 
     # --- weights
 
@@ -81,20 +87,20 @@ class LatentWire(WireReaders):
     def _abstract(self) -> Weights:
         body, spec = None, self.wire.encoder  # traced once: the planner asks some hundred times
         if spec.body and spec.pairs is None:
-            body = encoder_bodies.BODIES[self.cfg.encoder.kind].abstract(spec.body)
+            body = frozen_models.BODIES[self.cfg.encoder.kind].abstract(spec.body)
         sizes = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.wire.readers}
         trainable = jax.eval_shape(
             lambda key, body, sizes: self.wire.init(key, body=body, embedding_rms=sizes), rngs.abstract(), body, sizes
         )
-        frozen = self._abstract_readers(self.wire.readers)
+        frozen = self._abstract_readers()
         if spec.pairs is not None and isinstance(spec.body, DecoderConfig):
-            frozen[SHARED] = encoder_bodies.abstract_frozen(spec.body, spec.precision)
+            frozen[SHARED] = frozen_models.abstract_body(spec.body, spec.precision)
         return Weights(trainable, frozen)
 
     @functools.cached_property
     def _shardings(self) -> Weights:
         shapes = self.abstract()
-        frozen = self._reader_shardings(shapes.frozen)
+        frozen = self._reader_shardings()
         if SHARED in shapes.frozen:
             whole = place.whole(self.placement.learner)
             frozen[SHARED] = jax.tree.map(lambda leaf: whole, shapes.frozen[SHARED])
@@ -102,12 +108,11 @@ class LatentWire(WireReaders):
         return Weights(trainable, frozen)
 
     def build(self, frozen: Tree | None = None) -> Weights:
-        """Streams the frozen weights into their shards and initialises the trainable tree."""
         placed = self.shardings()
         readers: Tree = self.load_frozen() if frozen is None else frozen
         body = None
         if self.body_location and self.wire.encoder.body and self.wire.encoder.pairs is None:
-            body = encoder_bodies.BODIES[self.cfg.encoder.kind].load(self.body_location, self.wire.encoder.body.layers)
+            body = frozen_models.BODIES[self.cfg.encoder.kind].load(self.body_location, self.wire.encoder.body.layers)
         key = rngs.stream(self.cfg.seed, "trainable")
         init = jax.jit(
             lambda key, body, sizes: self.wire.init(
@@ -130,7 +135,7 @@ class LatentWire(WireReaders):
         if aligned and not spec.run:
             yield self._align_states if spec.states else self._align_encoder
         if kv:
-            yield functools.partial(self._start_kv, aligned=aligned)
+            yield self._start_kv
         elif aligned:
             yield self._align_adapters
 
@@ -167,10 +172,11 @@ class LatentWire(WireReaders):
             found = aligned_start.align_encoder(params, table, self.wire.encoder.width)
             return trainable | {"encoder": jax.block_until_ready(found)}
 
-    def _start_kv(self, trainable: Tree, readers: Tree, *, aligned: bool) -> Tree:
+    def _start_kv(self, trainable: Tree, readers: Tree) -> Tree:
         """Returns the tree with adapters that begin at their readers' own keys and values of training texts."""
-        given = self.wire, self.placement, self.layout, self._start_texts, (trainable, readers)
-        return trainable | {"adapters": kv_start.start(*given, aligned=aligned)}
+        given, aligned = self._start_texts, self.cfg.adapter.start == "aligned"
+        adapters = kv_start.start(self.wire, self.placement, self.layout, given, (trainable, readers), aligned=aligned)
+        return trainable | {"adapters": adapters}
 
     @property
     def _start_texts(self) -> list[str]:
@@ -198,7 +204,7 @@ class LatentWire(WireReaders):
             self._teacher.begin(readers)
         if SHARED in placed and self.body_location and spec.body:
             whole = place.whole(self.placement.learner)
-            readers[SHARED] = encoder_bodies.load_frozen(self.body_location, spec.body.layers, spec.precision, whole)
+            readers[SHARED] = frozen_models.load_body(self.body_location, spec.body.layers, spec.precision, whole)
         return readers
 
     # --- data
@@ -229,7 +235,11 @@ class LatentWire(WireReaders):
         return Curriculum(self.cfg, self.layout, self.tokenizers, self._teach)
 
     def longest_prompts(self) -> dict[str, int]:
-        return wire_shapes.longest_prompts(self.cfg)
+        data, slots = self.cfg.data, self.cfg.encoder.slots
+        found = {"encoder.slots, data.question_tokens": slots + data.question_tokens}
+        if objectives.needs_teacher(self.cfg.loss, "answer"):
+            found["data.context_tokens"] = data.context_tokens
+        return {f"{keys} and data.answer_tokens": limit + data.answer_tokens for keys, limit in found.items()}
 
     def _teach(self, encoded: batches.Encoded) -> batches.Encoded:
         """Returns a data set; where the KL needs text prompts, the teacher's cached tokens may take their place."""
@@ -256,17 +266,14 @@ class LatentWire(WireReaders):
         """Returns the latents after the channel; parts that the batch's stage freezes have no backward pass."""
         del rng  # nothing here is random
         encoder_params = trainable["encoder"]
-        parts = {*self._always_frozen, *(source["frozen"].parts if "frozen" in source else ())}
+        parts = {part for part, rates in encoder_rates(self.cfg).items() if not any(rates)}
+        parts |= set(source["frozen"].parts) if "frozen" in source else set()
         still = {part: jax.lax.stop_gradient(encoder_params[part]) for part in parts}
         latents = self.wire.encode({"encoder": encoder_params | still}, source, frozen)
         if self._channels:
             channel = source["channel"]
             latents = codec.send(latents, channel[:, 1], channel[:, 2], choices=self._channels)
         return latents
-
-    @functools.cached_property
-    def _always_frozen(self) -> tuple[str, ...]:
-        return tuple(part for part, each in encoder_rates(self.cfg).items() if not any(each))
 
     @functools.cached_property
     def _channels(self) -> tuple[tuple[int, int], ...]:
@@ -304,19 +311,16 @@ class LatentWire(WireReaders):
         spec = self.cfg.encoder
         origin = "from scratch"
         if self.body_location:
-            origin = weights.fingerprint(self.body_location, describe=encoder_bodies.BODIES[spec.kind].describe)
+            origin = weights.fingerprint(self.body_location, describe=frozen_models.BODIES[spec.kind].describe)
         if spec.run:
             origin = f"of the run {spec.run}" + (f", {origin}" if spec.rank else "")
         shape = f"{spec.kind} {spec.pooling} {spec.slots}x{spec.width} layers {spec.layers}"
         shape += "".join(f" {key} {value}" for key in ("rank", "states") if (value := getattr(spec, key)))
         shape += f" mask {spec.mask}" if spec.mask != "none" else ""
-        readers = {f"llms/{name}": weights.fingerprint(at) for name, at in self.locations.items()}
-        templates = {name: llm.template for name, llm in self.cfg.llms.items()}
-        own = {f"llms/{name}": tokens.identify(one, template=templates[name]) for name, one in self.tokenizers.items()}
+        found = {"encoder": f"{shape}, {origin}"} | super().identity()
         if isinstance(source := self.layout.source, Tokenizer | BertTokenizer):
-            own["encoder"] = tokens.identify(source)
-        own = {f"tokenizers/{name}": one for name, one in own.items()}
-        return {"encoder": f"{shape}, {origin}"} | readers | own
+            found["tokenizers/encoder"] = tokens.identify(source)
+        return found
 
     def content(self) -> dict[str, str]:
         """Returns hashes of all stages' training tokens and of the held-out text."""
@@ -326,7 +330,6 @@ class LatentWire(WireReaders):
     # --- planning
 
     def batch_widths(self) -> Tree:
-        """Returns one training example as shapes at the configuration's limits, with an assumed shared prefix."""
         return wire_shapes.example(self.cfg, self.wire.readers, packed=self.cfg.data.packed_tokens)
 
     def validation_widths(self) -> Tree:
@@ -337,26 +340,3 @@ class LatentWire(WireReaders):
 def _embedding(trainable: Tree, frozen: Tree) -> jax.Array:
     """Returns the embedding table of an encoder's pretrained body, trained or frozen."""
     return (frozen[SHARED] if SHARED in frozen else trainable["encoder"]["body"])["embed"]
-
-
-def _wire(
-    cfg: Config,
-    placement: Placement,
-    readers: Mapping[str, wire.Reader],
-    body: DecoderConfig | BertConfig | None,
-) -> wire.Wire:
-    own = precision.of(cfg.compute.dtype, placement.platform)
-    spec = wire.EncoderSpec(
-        kind=cfg.encoder.kind,
-        slots=cfg.encoder.slots,
-        width=cfg.encoder.width,
-        pooling=cfg.encoder.pooling,
-        layers=cfg.encoder.layers,
-        window=cfg.encoder.window,
-        body=body,
-        precision=own,
-        pairs=lora.everywhere(cfg.encoder.rank) if cfg.encoder.rank else None,
-        taps=cfg.encoder.states,
-        causal=cfg.encoder.mask == "causal",
-    )
-    return wire.Wire(spec, readers, frozen_models.mode(cfg, placement.learner, own))

@@ -207,7 +207,6 @@ class SelfmadeReader(Recipe):
 
     @functools.cached_property
     def _shardings(self) -> Weights:
-        """Replicates: these readers are tiny."""
         return Weights(
             rules.shardings(tables.TRAINABLE, self.abstract().trainable, self.placement.learner, name="selfmade"), {}
         )
@@ -220,7 +219,6 @@ class SelfmadeReader(Recipe):
         return Weights(init(rngs.stream(self.cfg.seed, f"selfmade/{self.family}")), {})
 
     def load_frozen(self) -> Tree:
-        """Returns nothing: all of it learns."""
         return {}
 
     def data_schedule(self) -> DataSchedule:

@@ -3,8 +3,6 @@
 Kept on disk by content, so that each different text is read once, whatever the run trains.
 """
 
-import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -44,18 +42,15 @@ class Surprisal:
         self.chunk = chunked.positions(cfg.compute.logits_chunk, rows=ROWS, data=1)
         # What the first token follows: the tokenizer's own beginning, else the end of another document.
         self.begin = self.tokenizer.begin or (self.tokenizer.eos,)
-        self.identity = {
+        identity = {
             "weights": weights.fingerprint(location),
             "tokenizer": self.tokenizer.fingerprint,
             "arithmetic": list(self.precision),
         }
-        self._params: Tree | None = None
-
-    @functools.cached_property
-    def store(self) -> Store:
-        """Returns where the values of windows are kept."""
         row = {"values": ((self.window,), np.float16)}
-        return Store(sources.cache_root() / "surprisal", self.identity, rows=row)
+        self.store = Store(sources.cache_root() / "surprisal", identity, rows=row)  # of windows
+        self._config, self._params = weights.describe(location), None
+        self._measure = jax.jit(self._nll)
 
     def score(self, texts: Sequence[str]) -> list[Scored]:
         """Returns every token's characters and NLL, of a text's first window x windows tokens.
@@ -71,9 +66,9 @@ class Surprisal:
 
     def _score(self, texts: Sequence[str]) -> Iterator[Scored]:
         tokenized = self._tokenize(texts)
-        cuts = [_cut(len(one.ids), self.window) for one in tokenized]
+        cuts = [_cut(len(ids), self.window) for ids, _ in tokenized]
         windows = [
-            one.ids[start : start + self.window] for one, cut in zip(tokenized, cuts, strict=True) for start in cut
+            ids[start : start + self.window] for (ids, _), cut in zip(tokenized, cuts, strict=True) for start in cut
         ]
         keys = [key_of(ids) for ids in windows]
         # Windows of similar lengths share a batch, and so its padding.
@@ -81,7 +76,7 @@ class Surprisal:
         count = self.store.fill(
             [keys[i] for i in order],
             lambda positions: self._read([windows[order[i]] for i in positions]),
-            batch=self._batch,
+            batch=ROWS * self.mesh.shape["data"],
             what="how predictable each word is",
         )
         if count:
@@ -90,24 +85,21 @@ class Surprisal:
                 flush=True,
             )
         rows = iter(self.store.read(keys)["values"])
-        for one, cut in zip(tokenized, cuts, strict=True):
-            yield one.join([next(rows) for _ in cut], cut)
+        for (ids, spans), cut in zip(tokenized, cuts, strict=True):
+            yield Scored(spans, _join([next(rows) for _ in cut], cut, len(ids)))
 
-    def _tokenize(self, texts: Sequence[str]) -> list["_Tokens"]:
+    def _tokenize(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns each text's ids i32[n] and their characters i32[n 2]."""
         most = WIDEST * (self.limit + MARGIN)
         found = []
         for ids, spans in self.tokenizer.encode_spans([text[:most] for text in texts]):
             bare = marked(ids, self.begin)[len(self.begin) :]  # a text may have brought the beginning itself
-            found.append(_Tokens(bare[: self.limit], spans[len(ids) - len(bare) :][: self.limit]))
+            found.append((bare[: self.limit], spans[len(ids) - len(bare) :][: self.limit]))
         return found
-
-    @property
-    def _batch(self) -> int:
-        return ROWS * self.mesh.shape["data"]
 
     def _read(self, windows: Sequence[np.ndarray]) -> Batch:
         """Returns the values of a batch of windows, each padded to the longest that there may be."""
-        values = np.asarray(jax.device_get(self._program(self._load(), self._collate(windows))))
+        values = np.asarray(jax.device_get(self._measure(self._load(), self._collate(windows))))
         return {"values": np.pad(values, ((0, 0), (0, self.window - values.shape[1])))}
 
     def _collate(self, windows: Sequence[np.ndarray]) -> Tree:
@@ -121,10 +113,6 @@ class Surprisal:
             ids[row, : len(inputs)], mask[row, : len(inputs)] = inputs, True
             targets[row, : len(window)] = window
         return place.put_eval({"ids": ids, "mask": mask, "targets": targets}, self.mesh)
-
-    @functools.cached_property
-    def _program(self):
-        return jax.jit(self._nll)
 
     def _nll(self, params: Tree, batch: Tree) -> jax.Array:
         """Returns f32[b t] of a batch {"ids", "mask", "targets"}: each target's NLL, with the body's own head."""
@@ -141,24 +129,15 @@ class Surprisal:
             self._params = weights.load(self.location, dtype=own.values, factors=own.factors, shardings=placed)
         return self._params
 
-    @functools.cached_property
-    def _config(self) -> decoder.DecoderConfig:
-        return weights.describe(self.location)
 
-
-@dataclasses.dataclass(frozen=True)
-class _Tokens:
-    ids: np.ndarray  # i32[n]
-    spans: np.ndarray  # i32[n 2]
-
-    def join(self, rows: Sequence[np.ndarray], starts: Sequence[int]) -> Scored:
-        """Returns the tokens with the values of their windows: of each, what the one before it does not have."""
-        values, count = np.zeros(len(self.ids), np.float32), 0
-        for row, start in zip(rows, starts, strict=True):
-            end = min(start + len(row), len(self.ids))
-            values[count:end] = row[count - start : end - start]
-            count = end
-        return Scored(self.spans, values)
+def _join(rows: Sequence[np.ndarray], starts: Sequence[int], tokens: int) -> np.ndarray:
+    """Returns the values f32[n] of a text's tokens in its windows: of each, what the one before it does not have."""
+    values, count = np.zeros(tokens, np.float32), 0
+    for row, start in zip(rows, starts, strict=True):
+        end = min(start + len(row), tokens)
+        values[count:end] = row[count - start : end - start]
+        count = end
+    return values
 
 
 def _cut(tokens: int, window: int) -> list[int]:

@@ -44,13 +44,11 @@ class TTT(Recipe):
 
     @staticmethod
     def reader_bytes(cfg: Config) -> dict[str, int]:
-        """Returns 0: nothing is frozen."""
         del cfg
         return {NAME: 0}
 
     @property
     def unit(self) -> tuple[str, int]:
-        """Returns the unit of an example: tokens, and how many."""
         return "tokens", self.cfg.ttt.length * self.cfg.ttt.segments
 
     def _vocab(self) -> int:
@@ -68,7 +66,6 @@ class TTT(Recipe):
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | ByteTokenizer:
-        """Returns the text's tokenizer."""
         name = self.cfg.ttt.tokenizer
         return ByteTokenizer() if name == "bytes" else load_tokenizer(sources.locate_tokenizer(name))
 
@@ -105,7 +102,6 @@ class TTT(Recipe):
         return Weights(fill(weights.load_ttt(location, shardings=shardings)), {NAME: {}})
 
     def load_frozen(self) -> Tree:
-        """Returns an empty tree: nothing is frozen."""
         return {NAME: {}}
 
     # --- data
@@ -128,7 +124,6 @@ class TTT(Recipe):
 
     @functools.cached_property
     def _spans(self) -> tuple[Span, Span]:
-        """Returns the training text and the held-out text."""
         data = self.cfg.data
         tokenizer = cast(TextTokenizer, self.tokenizer)  # a cached property is no property to a type checker
         root, columns = sources.cache_root(), data.columns
@@ -214,7 +209,6 @@ class TTT(Recipe):
     # --- identity
 
     def identity(self) -> dict[str, str]:
-        """Returns the fingerprint of the tokenizer."""
         return {"tokenizer": self.tokenizer.fingerprint}
 
     def content(self) -> dict[str, str]:
@@ -225,7 +219,6 @@ class TTT(Recipe):
     # --- planning
 
     def batch_widths(self) -> Tree:
-        """Returns one training window as shapes."""
         fields = {
             "ids": jax.ShapeDtypeStruct((self.unit[1] + 1,), np.int32),
             "weights": jax.ShapeDtypeStruct((1,), np.float32),
@@ -251,7 +244,6 @@ def _refuse_empty(windows: Windows) -> Windows:
 
 
 def _model(cfg: Config, vocab: int) -> ttt.TTTConfig:
-    """Returns the model that the configuration describes."""
     spec, mamba = cfg.ttt, cfg.ttt.backbone == "mamba"
     rows = -(-vocab // spec.table_multiple) * spec.table_multiple
     return ttt.TTTConfig(

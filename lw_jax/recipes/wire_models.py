@@ -8,7 +8,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.data import tokens
 from lw_jax.hub import sources, tensor_files, weights
-from lw_jax.recipes import encoder_bodies, frozen_models
+from lw_jax.recipes import frozen_models
 from lw_jax.training.wire_folder import BODY, READERS, Model, flag, label, source_of
 
 
@@ -16,28 +16,27 @@ def describe(cfg: Config, *, names: Collection[str] | None = None) -> dict[str, 
     """Returns the readers and the encoder's pretrained body, as `WireFolder.models`; of these names alone."""
     wanted: dict[str, tuple[str, Callable[[Path], Any]]]
     wanted = {f"{READERS}{name}": (llm.sha256, weights.describe) for name, llm in cfg.llms.items()}
-    if cfg.encoder.kind in encoder_bodies.BODIES:
-        wanted[BODY] = cfg.encoder.sha256, encoder_bodies.BODIES[cfg.encoder.kind].describe
+    if cfg.encoder.kind in frozen_models.BODIES:
+        wanted[BODY] = cfg.encoder.sha256, frozen_models.BODIES[cfg.encoder.kind].describe
     found = {}
     for name, (sha256, read) in wanted.items():
         if names is None or name in names:
             source = source_of(cfg, name)
             at = frozen_models.locate(cfg, source, sha256)
+            if name == BODY:
+                tokenizer = tokens.identify(tokens.load_source_tokenizer(at))
+            else:
+                template = cfg.llms[name.removeprefix(READERS)].template
+                tokenizer = tokens.identify(tokens.load_tokenizer(at), template=template)
             files = sorted({stored.file for stored in tensor_files.list_tensors(at).values()})
             found[name] = Model(
                 source=source,
                 local=sources.is_local(source),
                 fingerprint=weights.fingerprint(at, describe=read),
                 sha256={file.name: sources.file_hash(file) for file in files},
-                tokenizer=_identify_tokenizer(cfg, name, at),
+                tokenizer=tokenizer,
             )
     return found
-
-
-def _identify_tokenizer(cfg: Config, name: str, at: Path) -> str:
-    if name == BODY:
-        return tokens.identify(tokens.load_source_tokenizer(at))
-    return tokens.identify(tokens.load_tokenizer(at), template=cfg.llms[name.removeprefix(READERS)].template)
 
 
 def check(folder: Path, stated: Mapping[str, Model], cfg: Config, found: Mapping[str, Model]) -> None:

@@ -9,14 +9,13 @@ import jax
 
 from lw_jax.core.config import Config
 from lw_jax.core.types import SHARED, LossTerms, Tree
-from lw_jax.data import prompt_tokens
+from lw_jax.data import prompt_tokens, tokens
 from lw_jax.data.batches import Encoded
 from lw_jax.data.data_schedule import DataSchedule
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
 from lw_jax.hub import weights
 from lw_jax.losses import chunked, objectives
 from lw_jax.models import decoder
-from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.wire import Reader, Wire
 from lw_jax.recipes import frozen_models
 from lw_jax.recipes.curriculum import Curriculum
@@ -44,20 +43,14 @@ class WireReaders(Recipe):
     def tokenizers(self) -> dict[str, Tokenizer]:
         return {name: load_tokenizer(at) for name, at in self.locations.items()}
 
-    def _describe(self) -> dict[str, DecoderConfig]:
-        if self.outline:
-            parts = {name: at.parts for name, at in self.placement.readers.items()}
-            sources = {name: llm.source for name, llm in self.cfg.llms.items()}
-            return {name: frozen_models.outline(self.cfg, sources[name], parts=parts[name]) for name in sources}
-        return {name: weights.describe(at) for name, at in self.locations.items()}
-
-    def _abstract_readers(self, found: Mapping[str, Reader]) -> Tree:
+    def _abstract_readers(self) -> Tree:
         return {
             name: frozen_models.describe(one.config, self.cfg, self.cfg.llms[name], self.placement.platform)
-            for name, one in found.items()
+            for name, one in self.wire.readers.items()
         }
 
-    def _reader_shardings(self, shapes: Tree) -> Tree:
+    def _reader_shardings(self) -> Tree:
+        shapes = self.abstract().frozen
         return {
             name: frozen_models.shardings(shapes[name], self.cfg.llms[name], at, name)
             for name, at in self.placement.readers.items()
@@ -71,18 +64,20 @@ class WireReaders(Recipe):
 
     def _make_readers(self, *, kind: str) -> dict[str, Reader]:
         cfg, found = self.cfg, {}
-        shapes = self._describe()
         for name, at in self.placement.readers.items():
-            stops = () if self.outline else tuple(self.tokenizers[name].stops)
-            own = frozen_models.precision_of(cfg, cfg.llms[name], self.placement.platform)
+            llm, stops = cfg.llms[name], ()
+            if self.outline:
+                shapes = frozen_models.outline(cfg, llm.source, parts=at.parts)
+            else:
+                shapes, stops = weights.describe(self.locations[name]), tuple(self.tokenizers[name].stops)
             found[name] = Reader(
-                shapes[name],
+                shapes,
                 cfg.adapter.hidden,
                 stops,
-                frozen_models.mode(cfg, at.mesh, own),
+                frozen_models.mode(cfg, at.mesh, frozen_models.precision_of(cfg, llm, self.placement.platform)),
                 unstacked=cfg.eval.layers == "unstacked",
                 kind=kind,
-                constrain=shards.keep_heads(at.mesh, heads=shapes[name].kv_heads, split=at.table == "tensor"),
+                constrain=shards.keep_heads(at.mesh, heads=shapes.kv_heads, split=at.table == "tensor"),
             )
         return found
 
@@ -107,8 +102,15 @@ class WireReaders(Recipe):
 
     @property
     def curriculum(self) -> Curriculum:
-        """Returns the data of the stages."""
         raise NotImplementedError
+
+    def identity(self) -> dict[str, str]:
+        """Returns the fingerprints of the frozen readers and of their tokenizers."""
+        tokenizers = {
+            f"tokenizers/llms/{name}": tokens.identify(tokenizer, template=self.cfg.llms[name].template)
+            for name, tokenizer in self.tokenizers.items()
+        }
+        return {f"llms/{name}": weights.fingerprint(at) for name, at in self.locations.items()} | tokenizers
 
     def data_schedule(self) -> DataSchedule:
         return self.curriculum.data_schedule()

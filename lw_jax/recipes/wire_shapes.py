@@ -44,20 +44,6 @@ def cache_example(cfg: Config, readers: Iterable[str]) -> Tree:
     return found
 
 
-def longest_prompts(cfg: Config) -> dict[str, int]:
-    """Returns the most positions of a question's prompt and answer, by the keys that limit them; without an opening."""
-    data = cfg.data
-    found = {"encoder.slots, data.question_tokens": cfg.encoder.slots + data.question_tokens}
-    if objectives.needs_teacher(cfg.loss, "answer"):
-        found["data.context_tokens"] = data.context_tokens
-    return {f"{keys} and data.answer_tokens": limit + data.answer_tokens for keys, limit in found.items()}
-
-
-def longest_cache_prompts(cfg: Config) -> dict[str, int]:
-    """Returns the same of encoder.kind "cache", whose texts are read twice."""
-    return {"data.context_tokens, read twice,": 2 * cfg.data.context_tokens + AGAIN}
-
-
 def _questions(cfg: Config, packed: int) -> Tree:
     """Returns a reader's fields of one message's questions: one, or those packed in so many tokens."""
     answers = packed // 2 or cfg.data.answer_tokens

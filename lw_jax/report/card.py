@@ -134,6 +134,8 @@ def _what_cache(run: Run) -> str:
 def _use(run: Run, wire: WireFolder, repository: str) -> str:
     local, place = [name for name, model in wire.models.items() if model.local], repository or "THIS_FOLDER"
     moved = "".join(f" {flag(name)}FOLDER" for name in local)
+    pairs = ", ".join(f'"{name.replace("/", ".")}.source": "FOLDER"' for name in local)
+    sources = f", config={{{pairs}}}" if pairs else ""
     reader = next(iter(run.cfg.llms))
     call, what = ("prompt_embeds", "f32 [t, d]")
     if run.cfg.adapter.kind == "kv" or _is_cache(run):
@@ -148,7 +150,7 @@ def _use(run: Run, wire: WireFolder, repository: str) -> str:
         "```python",
         "import lw_jax",
         "",
-        f'wire = lw_jax.load_wire("{place}"{_python_sources(local)})',
+        f'wire = lw_jax.load_wire("{place}"{sources})',
         'text, question = "Mara Ellis lives in Lisbon.", "Where does Mara Ellis live?"',
         f"message = wire.write(text{given})  # bytes",
         f'print(wire.read(message, reader="{reader}", question=question))',
@@ -159,11 +161,6 @@ def _use(run: Run, wire: WireFolder, repository: str) -> str:
         names = " and ".join(label(name) for name in local)
         lines.append(_paragraph(f"Local folders when the wire was exported, to be named where you have them: {names}."))
     return "\n".join(lines)
-
-
-def _python_sources(local: Sequence[str]) -> str:
-    pairs = ", ".join(f'"{name.replace("/", ".")}.source": "FOLDER"' for name in local)
-    return f", config={{{pairs}}}" if pairs else ""
 
 
 def _models(wire: WireFolder) -> str:
@@ -192,7 +189,9 @@ def _results(run: Run, wire: WireFolder) -> str:
         found += [f"- {head}", *(f"  - {figure}" for figure in figures)]
     for reader, rows in run.evaluation["rows"].items():
         table = tables.control(rows)
-        shown = _with_interval(table.head, [table.head.index(name) for name in COLUMNS if name in table.head])
+        named = {table.head.index(name) for name in COLUMNS if name in table.head}
+        f1 = list(table.head).index("F1, %")
+        shown = sorted(named - {table.head.index("95 %")} | {f1 + 1})  # of the intervals that of F1
         head = ["95 % of F1" if table.head[at] == "95 %" else table.head[at] for at in shown]
         found += [f"\nReader `{reader}`:\n", _table(head, [[row[at] for at in shown] for row in table.rows])]
     meanings = (f"`{row}` {meaning}" for row, meaning in tables.meanings(run.evaluation["rows"]).items())
@@ -205,12 +204,6 @@ def _results(run: Run, wire: WireFolder) -> str:
         )
     )
     return "\n".join(found)
-
-
-def _with_interval(head: Sequence[str], first: Sequence[int]) -> list[int]:
-    """Returns the columns, the interval that is kept being that of F1."""
-    interval = head.index("95 %")
-    return sorted({at for at in first if at != interval} | {list(head).index("F1, %") + 1})
 
 
 def _measured_on(run: Run) -> str:
@@ -276,10 +269,10 @@ def _model_licence(model: Model) -> str:
     return _linked(licences.MODELS.get(name), licences.page(name), name)
 
 
-def _linked(licence: licences.Licence | None, page: str, name: str) -> str:
+def _linked(licence: str | None, page: str, name: str) -> str:
     """Returns a licence with the page that states it, or where to look for one that the program does not know."""
     if licence:
-        return f"[{licence.name}]({page})"
+        return f"[{licence}]({page})"
     return f"not known to the program: see [{name}]({page})" if name else UNKNOWN
 
 

@@ -199,9 +199,8 @@ def _values(run: Run, prefix: str) -> int:
 
 
 def _bytes(run: Run, prefix: str) -> int:
-    bits = {"bool": 8}
     return sum(
-        math.prod(shape) * (bits.get(dtype) or int(re.sub(r"\D", "", dtype))) // 8
+        math.prod(shape) * (8 if dtype == "bool" else int(re.sub(r"\D", "", dtype))) // 8
         for path, (shape, dtype) in run.leaves.items()
         if path.startswith(prefix)
     )
@@ -216,11 +215,6 @@ def _spread(values: Iterable[float], digits: int) -> tuple[str, str, str, str]:
     ordered = sorted(values)
     if not ordered:
         return "unknown", "", "", "0"
-    low, middle, high = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
-    span = f"{number(ordered[0], digits=digits)} .. {number(ordered[-1], digits=digits)}"
-    return (
-        number(middle, digits=digits),
-        f"{number(low, digits=digits)} .. {number(high, digits=digits)}",
-        span,
-        str(len(ordered)),
-    )
+    quartiles = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
+    least, low, middle, high, most = (number(one, digits=digits) for one in (ordered[0], *quartiles, ordered[-1]))
+    return middle, f"{low} .. {high}", f"{least} .. {most}", str(len(ordered))

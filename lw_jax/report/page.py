@@ -100,12 +100,15 @@ def _evaluation(run: Run) -> dict[str, Any]:
     found = run.evaluation
     shown = tables.shown_rows(run.predictions)
     examples, count = tables.examples(run.predictions, shown)
+    drawn = tables.drawable_rows(found.get("rows", {}))
     return {
         "controls": [(reader, tables.control(rows)) for reader, rows in found.get("rows", {}).items()],
         "between": tables.between(found.get("readers", {})),
         "joint": tables.joint(found["joint"]) if found.get("joint") else None,
         "agreement": tables.agreement(found["joint"]) if found.get("joint") else "",
-        "by_position": _by_position(run),
+        "by_position": _picture(figures.draw_rows(drawn, run.curve), "quality of answers against reader positions")
+        if drawn
+        else "",
         "rows": tables.meanings(found.get("rows", {})),
         "counts": tables.counts(found["counts"]) if found.get("counts") else "",
         "geometry": tables.geometry(found["latents"]) if found else None,
@@ -114,14 +117,6 @@ def _evaluation(run: Run) -> dict[str, Any]:
         "example_rows": [tables.TITLES[row] for row in shown],
         "example_count": count,
     }
-
-
-def _by_position(run: Run) -> Markup | str:
-    """Returns the picture of quality over reader positions; empty where no row states its positions."""
-    drawn = tables.drawable_rows(run.evaluation.get("rows", {}))
-    if not drawn:
-        return ""
-    return _picture(figures.draw_rows(drawn, run.curve), "quality of answers against reader positions")
 
 
 def _bytes(run: Run) -> dict[str, Any]:

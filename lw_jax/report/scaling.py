@@ -1,6 +1,5 @@
 """Tables of scaling.json (benchmarks/scaling.py), measured rows before planned ones."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,22 +20,10 @@ HEAD = {  # heading -> whether it is a text column
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Shown:
-    """One scaling's rows."""
-
-    title: str
-    note: str
-    table: Table
-
-
-def tables(run: Run) -> list[Shown]:
-    found = []
-    for name, (title, note) in KINDS.items():
-        rows = [row for row in run.scaling if row["scaling"] == name]
-        if rows:
-            found.append(Shown(title, note, table(rows)))
-    return found
+def tables(run: Run) -> list[tuple[str, Table]]:
+    """Returns title and table of each scaling that has rows."""
+    rows = {name: [row for row in run.scaling if row["scaling"] == name] for name in KINDS}
+    return [(f"{title}: {note}", table(rows[name])) for name, (title, note) in KINDS.items() if rows[name]]
 
 
 def configurations(run: Run) -> str:

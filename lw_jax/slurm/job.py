@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
@@ -71,11 +70,13 @@ def make_job(
         basis += f", without filling the cache of {plan.caching_key}"
     made = "compiled" if plan.compiled else "estimated, not compiled"
     origin = f"plan {plan.target} ({made}): {plan.chosen.describe()}"
+    python = "python" if site.setup else sys.executable  # setup lines activate an environment that has its own
     # All planned keys: the configuration file, which the job reads again, may set any of them.
     assignments = {**request.assignments, **plan.chosen.overrides()}
+    flags = (f"--config.{path}={value}" for path, value in assignments.items())
     return Job(
         name=clean_name(workdir.name),
-        command=_command(assignments, workdir, request, site),
+        command=(python, *request.program, "train", "--config", request.config, *flags, "--workdir", str(workdir)),
         folder=Path.cwd(),  # the user's relative paths stay valid
         logs=workdir / "logs",
         nodes=plan.hosts,
@@ -88,13 +89,6 @@ def make_job(
         origin=f"{origin}; {record.describe_memory(plan.chosen.peak_bytes)}" if record else origin,
         basis=basis,
     )
-
-
-def _command(assignments: Mapping[str, Any], workdir: Path, request: Request, site: Site) -> tuple[str, ...]:
-    python = "python" if site.setup else sys.executable  # setup lines activate an environment that has its own
-    flags = [f"--config.{path}={value}" for path, value in assignments.items()]
-    start = (python, *request.program, "train", "--config", request.config)
-    return (*start, *flags, "--workdir", str(workdir))
 
 
 def clean_name(text: str) -> str:

@@ -45,7 +45,7 @@ def pair(request, tmp_path_factory):
                 value.mul_(5.0)
     folder = tmp_path_factory.mktemp("bert")
     model.save_pretrained(folder)
-    return model, folder, weights.describe_bert(folder), weights.load_bert(folder, dtype=jnp.float32)
+    return model, folder, weights.describe_bert(folder), weights.load_bert(folder)
 
 
 def ragged() -> tuple[np.ndarray, np.ndarray]:
@@ -86,7 +86,7 @@ def test_body_of_fewer_layers_ends_in_their_inner_state(pair):
     model, folder, _, _ = pair
     ids, mask = ragged()
     want = theirs(model, ids, mask).hidden_states[2].numpy()
-    cut = weights.load_bert(folder, dtype=jnp.float32, layers=2)
+    cut = weights.load_bert(folder, layers=2)
     cfg = weights.describe_bert(folder)
     ours = forward(cut, cfg, ids, mask=mask, mix=None)
     assert np.abs(np.asarray(ours) - want)[mask].max() < STATES

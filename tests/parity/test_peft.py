@@ -1,9 +1,8 @@
-"""Adapter folders of Hugging Face PEFT: what PEFT makes of ours, and what we make of PEFT's."""
+"""Adapter folders of Hugging Face PEFT: what PEFT makes of ours."""
 
 import dataclasses
 import errno
 import functools
-import json
 import os
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from lw_jax.core.errors import UserError
 from lw_jax.hub import peft as folders
@@ -76,7 +74,7 @@ def their_logits(base, adapter):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_peft_gives_the_same_logits_from_our_folder_and_we_read_it_back(tmp_path, family):
+def test_peft_gives_the_same_logits_from_our_folder(tmp_path, family):
     cfg, spec = FAMILIES[family], lora.Lora(rank=3, alpha=5.0, dropout=0.1, names=ALL)
     params, pairs = base_model(tmp_path / "base", family), random(lora.abstract(cfg, spec), 0.3)
     folders.save(tmp_path / "adapter", pairs, spec, cfg=cfg, model_type=family, base=str(tmp_path / "base"))
@@ -85,31 +83,6 @@ def test_peft_gives_the_same_logits_from_our_folder_and_we_read_it_back(tmp_path
         their_logits(tmp_path / "base", tmp_path / "adapter"),
     )
     assert np.abs(ours - our_logits(params, cfg)).max() > 0.1 * np.abs(ours).max(), "the adapter does something"
-    assert np.abs(ours - theirs).max() < LOGITS * max(1.0, np.abs(theirs).max())
-    back, found = folders.load(tmp_path / "adapter", cfg)
-    assert (found.rank, found.alpha, found.dropout, found.names) == (3, 5.0, 0.1, ALL)
-    assert np.abs(our_logits(lora.attach(params, back, found), cfg) - ours).max() < LOGITS * np.abs(ours).max()
-
-
-@pytest.mark.filterwarnings("ignore:lora with eva")
-@pytest.mark.parametrize("start", [False, "gaussian", "eva", "orthogonal", "mica"])
-def test_peft_s_own_folder_means_the_same_here(tmp_path, start):
-    base_model(tmp_path / "base", "llama")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    own = {"eva_config": peft.EvaConfig()} if start == "eva" else {}
-    told = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], init_lora_weights=start, **own)
-    model = peft.get_peft_model(model, told)
-    with torch.no_grad():
-        for name, one in model.named_parameters():
-            one.add_(0.1 * torch.randn_like(one) if ".lora_" in name else 0.0)
-    model.save_pretrained(tmp_path / "adapter")
-    pairs, spec = folders.load(tmp_path / "adapter", LLAMA)
-    assert spec.names == ("q", "down")
-    params = weights.load(tmp_path / "base", dtype=jnp.float32)
-    ours, theirs = (
-        our_logits(lora.attach(params, pairs, spec), LLAMA),
-        their_logits(tmp_path / "base", tmp_path / "adapter"),
-    )
     assert np.abs(ours - theirs).max() < LOGITS * max(1.0, np.abs(theirs).max())
 
 
@@ -136,43 +109,9 @@ def test_phi3_s_fused_modules_have_zeros_where_a_part_has_no_pair(tmp_path):
     theirs = their_logits(tmp_path / "base", tmp_path / "adapter")
     assert np.abs(ours - our_logits(params, cfg)).max() > 0.1 * np.abs(ours).max(), "the adapter does something"
     assert np.abs(ours - theirs).max() < LOGITS * max(1.0, np.abs(theirs).max())
-    back, found = folders.load(tmp_path / "adapter", cfg)
-    assert np.abs(our_logits(lora.attach(params, back, found), cfg) - ours).max() < LOGITS * np.abs(ours).max()
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"peft_type": "LOHA"}, "peft_type='LOHA'"),
-        ({"use_dora": True}, "use_dora=True is not supported"),
-        ({"bias": "all"}, "bias='all'"),
-        ({"r": 0}, "r=0"),
-        ({"r": 2.0}, "r=2.0"),
-        ({"lora_alpha": "4"}, "lora_alpha='4'"),
-        ({"alpha_pattern": {"q_proj": -3}}, "alpha_pattern"),
-        ({"lora_dropout": 2}, "lora_dropout=2"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"layers_to_transform": 0}, "layers_to_transform=0"),
-        ({"megatron_config": {"num_layers": 3}}, "megatron_config"),
-        ({"alora_invocation_tokens": [5]}, r"alora_invocation_tokens=\[5\]"),
-        ({"of_a_later_version": "on"}, "of_a_later_version='on'"),
-        *[
-            ({"init_lora_weights": start}, f"init_lora_weights='{start}'")
-            for start in ("pissa", "pissa_niter_4", "OLoRA", "corda", "loftq", "lora_ga")
-        ],
-        ({"init_lora_weights": 2}, "init_lora_weights=2"),
-    ],
-)
-def test_adapters_of_another_kind_are_refused_by_name(tmp_path, change, told):
-    spec = lora.Lora(rank=2, alpha=2.0, dropout=0.0, names=("q",))
-    folders.save(tmp_path, random(lora.abstract(LLAMA, spec), 0.1), spec, cfg=LLAMA, model_type="llama", base="here")
-    file = tmp_path / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(UserError, match=told):
-        folders.load(tmp_path, LLAMA)
-
-
-def test_weights_that_are_not_finite_are_neither_written_nor_read(tmp_path):
+def test_weights_that_are_not_finite_are_not_written(tmp_path):
     spec = lora.Lora(rank=2, alpha=2.0, dropout=0.0, names=("q",))
     pairs = random(lora.abstract(LLAMA, spec), 0.1)
     folders.save(tmp_path, pairs, spec, cfg=LLAMA, model_type="llama", base="here")
@@ -183,28 +122,3 @@ def test_weights_that_are_not_finite_are_neither_written_nor_read(tmp_path):
         with pytest.raises(UserError, match=r"q_proj\.lora_A\.weight: a value is not finite, the run has diverged"):
             folders.save(tmp_path, wrong, spec, cfg=LLAMA, model_type="llama", base="here")
     assert file.read_bytes() == before
-    stored = safetensors.numpy.load_file(file)
-    next(iter(stored.values()))[0] = np.nan
-    safetensors.numpy.save_file(stored, file)
-    with pytest.raises(UserError, match=r"adapter_model\.safetensors: tensor .*not finite"):
-        folders.load(tmp_path, LLAMA)
-
-
-def test_adapter_that_its_alpha_makes_infinite_is_refused(tmp_path):
-    spec = lora.Lora(rank=2, alpha=2.0, dropout=0.0, names=("q",))
-    pairs = random(lora.abstract(LLAMA, spec), 0.1)
-    pairs["layers"]["q"]["b"] = pairs["layers"]["q"]["b"].at[0].set(3e38)
-    folders.save(tmp_path, pairs, spec, cfg=LLAMA, model_type="llama", base="here")
-    file = tmp_path / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"alpha_pattern": {"q_proj": 1e3}}))
-    with pytest.raises(UserError, match=r"q_proj times its alpha is too large"):
-        folders.load(tmp_path, LLAMA)
-
-
-def test_adapter_of_another_model_is_refused_by_name(tmp_path):
-    spec = lora.Lora(rank=2, alpha=2.0, dropout=0.0, names=("q",))
-    folders.save(tmp_path, random(lora.abstract(LLAMA, spec), 0.1), spec, cfg=LLAMA, model_type="llama", base="here")
-    with pytest.raises(UserError, match=r"layers\.3\..* is missing; this adapter is of another model"):
-        folders.load(tmp_path, dataclasses.replace(LLAMA, layers=4))
-    with pytest.raises(UserError, match="the model asks for"):
-        folders.load(tmp_path, dataclasses.replace(LLAMA, width=40))

@@ -59,5 +59,5 @@ def test_timed_steps_are_steps(root):
         return after, values
 
     batch = timing.fill(program.batch(recipe.batch_widths(), 1))
-    taken = timing.steps(program, call, batch, repeats=2)
+    taken = timing.repeat(timing.stepper(program, call, batch), repeats=2, warmup=2)
     assert len(taken) == 2 and seen == [2, 3, 4, 5], "the state is handed on, and two steps warm up"

@@ -1,7 +1,6 @@
 """BERT-class bodies from safetensors; what they share with readers is in test_weights.py."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -25,7 +24,7 @@ def assert_equal_trees(got, want):
 def test_body_loads_as_it_was_written(tmp_path, prefix):
     cfg, params = tiny.write_bert(tmp_path, prefix=prefix)
     assert weights.describe_bert(tmp_path) == cfg
-    assert_equal_trees(weights.load_bert(tmp_path, dtype=jnp.float32), params)
+    assert_equal_trees(weights.load_bert(tmp_path), params)
 
 
 def test_parts_beside_the_body_are_left_out(body):
@@ -37,7 +36,7 @@ def test_parts_beside_the_body_are_left_out(body):
         tensors["cls.predictions.bias"] = np.ones(7, np.float32)
 
     edit(folder, change)
-    assert_equal_trees(weights.load_bert(folder, dtype=jnp.float32), params)
+    assert_equal_trees(weights.load_bert(folder), params)
 
 
 KEY = "encoder.layer.1.attention.self.key.weight"
@@ -55,7 +54,7 @@ KEY = "encoder.layer.1.attention.self.key.weight"
 def test_wrong_tensor_is_refused_by_name(body, change, message):
     edit(body[0], change)
     with pytest.raises(UserError, match=message):
-        weights.load_bert(body[0], dtype=jnp.float32)
+        weights.load_bert(body[0])
 
 
 def test_reader_and_body_are_not_taken_for_each_other(body, tmp_path):

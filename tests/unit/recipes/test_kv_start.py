@@ -80,8 +80,8 @@ def own_windows(recipe, built, name, texts):
     own = take(decoder.embed(params, jnp.asarray(ids)), jnp.asarray(mask))
     for row, example in enumerate(texts):
         source = recipe.layout.source.starts(example.context)
-        bounds = kv_start.same_words.window_starts(source, recipe.cfg.encoder.slots)
-        weights = kv_start.same_words.window_weights(tokenizer.starts(example.context), bounds)
+        bounds = kv_start.window_starts(source, recipe.cfg.encoder.slots)
+        weights = kv_start.window_weights(tokenizer.starts(example.context), bounds)
         weights /= weights.sum(axis=1, keepdims=True)
         both = np.stack([part[:, row, : len(encoded[row])] for part in (own.k, own.v)], axis=1)
         wanted.append(np.einsum("mt,lstke->mlske", weights, both))

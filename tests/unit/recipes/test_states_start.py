@@ -10,7 +10,7 @@ import pytest
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT
 from lw_jax.models import decoder, encoder, kv_prefix
-from lw_jax.recipes import encoder_bodies, states_start
+from lw_jax.recipes import frozen_models, states_start
 from tests import tiny
 
 SLOTS = 6
@@ -126,4 +126,4 @@ def test_training_moves_all_but_the_rarity_on_any_devices(root, tmp_path):
 def test_more_states_than_layers_are_refused(root):
     recipe = make(root)
     with pytest.raises(UserError, match=r"encoder\.states=99"):
-        encoder_bodies.cut(recipe.wire.encoder.body, dataclasses.replace(recipe.cfg.encoder, states=99))
+        frozen_models.cut_body(recipe.wire.encoder.body, dataclasses.replace(recipe.cfg.encoder, states=99))

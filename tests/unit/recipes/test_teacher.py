@@ -1,13 +1,12 @@
-"""lw_jax/recipes/teacher.py: likeliest tokens are computed once, belong to one teacher, and are the live teacher's."""
+"""lw_jax/recipes/frozen_outputs.py: a teacher's likeliest tokens are computed once, and are the live teacher's."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax.core.errors import UserError
+from lw_jax.data.frozen_cache import CachedRows, Store
 from lw_jax.models import wire
-from lw_jax.recipes.teacher import Store
 from tests import tiny
 
 HALF = 2e-2  # log-probabilities down to -20 kept in fp16, which has 11 bits
@@ -51,8 +50,6 @@ def test_who_reads_a_trained_wire_needs_no_cache_and_may_have_several_processes(
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert recipe.load_frozen().keys() == {"llama", "qwen"}
     assert not (tmp_path / "none" / "teacher").exists()
-    with pytest.raises(UserError, match=r"loss\.teacher_k = 7: .* 2 nodes"):
-        recipe.curriculum.stream("train", "answer", 0)
 
 
 def test_other_examples_of_the_same_teacher_are_added(root):
@@ -104,7 +101,7 @@ def test_store_of_a_stopped_job_is_taken_up_where_its_keys_end(tmp_path, name, c
         rest.write(b"half a row")  # written, but its key was not
     assert store.fill(keys, compute(asked), batch=3) == missing
     assert sum(len(set(one)) for one in asked) == missing
-    found = store.lookup(keys)(range(7))
+    found = CachedRows(store, keys)(range(7))
     np.testing.assert_array_equal(found["ids"], compute([])(range(7))["ids"])
     np.testing.assert_allclose(found["logp"], compute([])(range(7))["logp"], rtol=1e-3)  # fp16
 
@@ -115,7 +112,7 @@ def test_each_key_is_computed_once_in_batches_of_one_size(tmp_path):
     assert store.fill([*keys, keys[2]], compute(asked), batch=4) == 7
     assert [len(one) for one in asked] == [4, 4]
     assert store.fill(keys, compute(asked), batch=4) == 0 and len(asked) == 2
-    assert store.lookup([keys[6], keys[1]])([1, 0])["ids"][:, 0, 0].tolist()[0] in (100, 200, 800)
+    assert CachedRows(store, [keys[6], keys[1]])([1, 0])["ids"][:, 0, 0].tolist()[0] in (100, 200, 800)
 
 
 def test_kept_rows_are_the_live_teacher_s_in_a_ragged_batch(root):

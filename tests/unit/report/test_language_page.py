@@ -108,13 +108,13 @@ def test_measured_rows_stand_first_each_kind_against_its_own_single_device(tmp_p
     rows += [row_of("measured", "strong", count, rate) for count, rate in ((2, 60.0), (1, 50.0))]
     rows += [row_of("measured", "batch", 1, 50.0, mfu=0.125), row_of("planned", "length", 8, None, obstacle=HOSTILE)]
     run = records.read(write_run(tmp_path / "run", rows=rows))
-    (strong, _, batch) = scaling.tables(run)
-    at = list(strong.table.head).index
-    told = [(row[0], row[at("devices")], row[at("efficiency")]) for row in strong.table.rows]
+    strong, _, batch = (table for _, table in scaling.tables(run))
+    at = list(strong.head).index
+    told = [(row[0], row[at("devices")], row[at("efficiency")]) for row in strong.rows]
     assert told[:2] == [("measured", "1", "100.0 %"), ("measured", "2", "60.0 %")]
     assert told[2:] == [("planned", "1", "100.0 %"), ("planned", "2", "100.0 %")]
-    assert strong.table.muted == {2, 3} and "MFU" not in strong.table.head
-    assert strong.table.rows[0][at("s/step")] == "19.2000 ±5 %"
-    assert batch.table.rows[0][list(batch.table.head).index("MFU")] == "12.5 %"
+    assert strong.muted == {2, 3} and "MFU" not in strong.head
+    assert strong.rows[0][at("s/step")] == "19.2000 ±5 %"
+    assert batch.rows[0][list(batch.head).index("MFU")] == "12.5 %"
     page = page_of(run.workdir)
     assert "virtual devices that share" in page.text("p") and "script" not in page.tags and HOSTILE in page.cells()

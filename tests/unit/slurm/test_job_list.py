@@ -1,4 +1,4 @@
-"""lw_jax/slurm/job_list.py: several configurations as one sbatch file, run with stand-ins for srun and scontrol."""
+"""lw_jax/slurm/job_script.py: several configurations as one sbatch file, run with stand-ins for srun and scontrol."""
 
 import dataclasses
 import os
@@ -14,7 +14,7 @@ from lw_jax.core import config_file
 from lw_jax.core.errors import UserError
 from lw_jax.core.runtime import REQUEUE
 from lw_jax.planning import planner
-from lw_jax.slurm import job_list, job_script
+from lw_jax.slurm import job_script
 from lw_jax.slurm.cluster_profile import Site
 from tests.unit.slurm.test_job import change, planned
 
@@ -41,10 +41,10 @@ def make_jobs(tmp_path, **changes):
 
 def write(tmp_path, kind, site=SITE, **changes):
     found = make_jobs(tmp_path, **changes)
-    assert job_list.join(found, kind, name="my runs", logs=tmp_path).name == "my-runs", "a blank ends a directive"
-    whole = job_list.join(found, kind, name="all", logs=tmp_path / "logs")
+    assert job_script.join(found, kind, name="my runs", logs=tmp_path).name == "my-runs", "a blank ends a directive"
+    whole = job_script.join(found, kind, name="all", logs=tmp_path / "logs")
     assert whole.basis == "predicted"
-    return job_list.script(found, whole, site, kind)
+    return job_script.list_script(found, whole, site, kind)
 
 
 def play(tmp_path, text, codes, **environ):
@@ -131,7 +131,7 @@ def test_tasks_on_different_machines_are_no_one_job(tmp_path):
     found = make_jobs(tmp_path)
     found[1] = dataclasses.replace(found[1], gpus=4)
     with pytest.raises(UserError, match="different machines"):
-        job_list.join(found, "array", name="all", logs=tmp_path)
+        job_script.join(found, "array", name="all", logs=tmp_path)
 
 
 @pytest.mark.parametrize(("name", "count"), [("all", 6), ("small", 2), ("medium", 3)])

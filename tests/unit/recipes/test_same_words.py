@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
-from lw_jax.data.same_words import window_starts, window_weights
 from lw_jax.models import encoder
+from lw_jax.recipes.kv_start import window_starts, window_weights
 
 
 def test_windows_are_those_of_the_encoders_slots():

@@ -1,18 +1,19 @@
-"""On-disk cache of the teacher's (text-prompted reader's) likeliest tokens, one entry an example."""
+"""On-disk caches of what frozen models give examples: a teacher's likeliest tokens, a reference's log-probabilities."""
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lw_jax.core import precision, validation
+from lw_jax.core import precision
 from lw_jax.core.config import Config
 from lw_jax.core.types import Tree
 from lw_jax.data.batches import Batch, Encoded
 from lw_jax.data.frozen_cache import CachedRows, Store, key_of
+from lw_jax.data.preferences import Pair, Preferences
 from lw_jax.hub import sources
 from lw_jax.models import wire
 from sharding import place
@@ -49,21 +50,18 @@ class Teacher:
         return min(self.cfg.loss.teacher_k, self.wire.readers[name].config.vocab)
 
     def attach(self, encoded: Encoded) -> Encoded:
-        """Returns the data set with teacher tokens in place of its text prompts, available once readers are loaded.
-
-        Raises:
-          UserError: there are several processes, of which one alone can fill a cache, or it cannot be made.
-        """
-        validation.check_processes(self.cfg, jax.process_count())
+        """Returns the data set with teacher tokens in place of its text prompts, available once readers are loaded."""
         self._waiting.append(encoded)
         self._fill()
         readers = {
             name: {key: field for key, field in fields.items() if key != "text"}
             for name, fields in encoded.readers.items()
         }
-        return dataclasses.replace(
-            encoded, readers=readers, teachers={name: self._lookup(name, encoded) for name in self.wire.readers}
-        )
+        teachers = {
+            name: CachedRows(self.stores[name], keys_of(encoded, name), encoded.readers[name]["answer"].width)
+            for name in self.wire.readers
+        }
+        return dataclasses.replace(encoded, readers=readers, teachers=teachers)
 
     def begin(self, readers: Tree) -> None:
         self._readers = readers
@@ -81,9 +79,6 @@ class Teacher:
                 if count:
                     print(f"teacher {name}: {count:,} examples computed; cached in {store.folder}", flush=True)
 
-    def _lookup(self, name: str, encoded: Encoded) -> CachedRows:
-        return self.stores[name].lookup(keys_of(encoded, name), length=encoded.readers[name]["answer"].width)
-
     def _read(self, name: str, encoded: Encoded, positions: list[int]) -> Batch:
         """Returns the rows of some examples, padded to the store's length."""
         fields = place.put_eval(encoded.collate(positions)["readers"][name], self.placement.readers[name].mesh)
@@ -94,10 +89,13 @@ class Teacher:
 
     @functools.cached_property
     def _likeliest(self):
+        """Returns the program of ids i32 and log-probabilities f32 [b t k] of a reader's likeliest tokens."""
+
         def run(params: Tree, fields: Mapping, name: str) -> tuple[jax.Array, jax.Array]:
             text = wire.text_prompt(params, fields["text"])
             logits = self.wire.answer_logits(params, name, text, fields)
-            return likeliest(logits, count=self._count(name))
+            values, ids = jax.lax.top_k(jax.nn.log_softmax(logits.astype(jnp.float32), axis=2), self._count(name))
+            return ids, values
 
         return jax.jit(run, static_argnames="name")
 
@@ -108,8 +106,56 @@ def keys_of(encoded: Encoded, name: str) -> list[bytes]:
     return [key_of(text, answer) for text, answer in zip(fields["text"].ids, fields["answer"].ids, strict=True)]
 
 
-def likeliest(logits: jax.Array, *, count: int) -> tuple[jax.Array, jax.Array]:
-    """Returns ids and log-probabilities [b t k] of the likeliest tokens."""
-    logp = jax.nn.log_softmax(logits.astype(jnp.float32), axis=2)
-    values, ids = jax.lax.top_k(logp, count)
-    return ids, values
+class Reference:
+    """Computes the log-probabilities of missing pairs and serves them to data sets."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        placement: Placement,
+        name: str,
+        score: Callable[[Tree, Tree], jax.Array],
+        identity: dict[str, str],
+    ):
+        """Opens the cache of one model.
+
+        Args:
+            cfg: the run's configuration.
+            placement: its devices.
+            name: the model's name among the readers.
+            score: (parameters, fields) -> f32[b 2], of the chosen and the rejected answer.
+            identity: fingerprints of the model's weights and tokenizer, its storage and arithmetic.
+        """
+        self.cfg, self.placement, self.name = cfg, placement, name
+        self.store = Store(sources.cache_root() / "reference", identity, rows={"reference": ((2,), np.float32)})
+        self._score = jax.jit(score)
+        # By identity of the pairs, which are held so that an id stays their own.
+        self._keys_by_id: dict[int, tuple[tuple[Pair, ...], list[bytes]]] = {}
+
+    def fill(self, data: Preferences, params: Tree) -> int:
+        """Computes and stores the missing pairs with the frozen model; returns how many."""
+        mesh = self.placement.readers[self.name].mesh
+
+        def read(positions: list[int]) -> Batch:
+            fields = data.collate(positions)["readers"][self.name]
+            return {"reference": jax.device_get(self._score(params, place.put_eval(fields, mesh)))}
+
+        size = place.round_up(self.cfg.eval.batch, self.placement.data)
+        what = "the reference model's log-probabilities"
+        return self.store.fill(self._keys(data), read, batch=size, what=what)
+
+    def lookup(self, data: Preferences) -> CachedRows:
+        """Returns positions -> {"reference": f32[b 2]}."""
+        return CachedRows(self.store, self._keys(data))
+
+    def _keys(self, data: Preferences) -> list[bytes]:
+        """Returns each pair's key, computed once a data set."""
+        if id(data.pairs) not in self._keys_by_id:
+            self._keys_by_id[id(data.pairs)] = (data.pairs, [_key(pair) for pair in data.pairs])
+        return self._keys_by_id[id(data.pairs)][1]
+
+
+def _key(pair: Pair) -> bytes:
+    rows = [(len(pair.prompt), np.concatenate([pair.prompt, reply])) for reply in (pair.chosen, pair.rejected)]
+    flags = [np.arange(len(ids)) >= start for start, ids in rows]
+    return key_of(np.concatenate([ids for _, ids in rows]), np.concatenate(flags))

@@ -1,4 +1,4 @@
-"""lw_jax/planning/decode_layout.py: unstacked layers for many answers or large readers, where memory allows."""
+"""lw_jax/planning/generation_memory.py: unstacked layers for many answers or large readers, where memory allows."""
 
 import dataclasses
 import types
@@ -10,7 +10,7 @@ import pytest
 from lw_jax import recipes
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.models.wire import Prompt
-from lw_jax.planning import decode_layout, workload
+from lw_jax.planning import generation_memory, workload
 from lw_jax.training.memory_limit import MemoryLimit
 from sharding import place as place_
 from sharding import placement as placements
@@ -34,13 +34,13 @@ def on(platform, placed):
 
 def settle(root, monkeypatch, *, room=ROOM, platform="gpu", need=10**9, **changes):
     cfg = tiny.make_config(root, eval__layers="auto", **changes)
-    monkeypatch.setattr(decode_layout, "unstacked_bytes", lambda *_: need)
-    return decode_layout.resolve_layers(cfg, on(platform, place(cfg)), room).eval.layers
+    monkeypatch.setattr(generation_memory, "unstacked_bytes", lambda *_: need)
+    return generation_memory.resolve_layers(cfg, on(platform, place(cfg)), room).eval.layers
 
 
 @pytest.mark.parametrize(
     ("examples", "layers"),
-    [(decode_layout.MANY, "unstacked"), (0, "unstacked"), (decode_layout.MANY - 1, "stacked"), (64, "stacked")],
+    [(generation_memory.MANY, "unstacked"), (0, "unstacked"), (generation_memory.MANY - 1, "stacked"), (64, "stacked")],
 )
 def test_many_answers_on_a_gpu_are_worth_the_longer_compilation(examples, layers, root, monkeypatch):
     assert settle(root, monkeypatch, eval__examples=examples) == layers
@@ -49,12 +49,12 @@ def test_many_answers_on_a_gpu_are_worth_the_longer_compilation(examples, layers
 
 def test_a_large_reader_on_a_cpu_is_worth_the_longer_compilation_where_it_fits_once_more(root, monkeypatch):
     batches, cfg = 5, tiny.make_config(root)
-    size = decode_layout.MANY_BYTES // (batches * cfg.eval.max_new_tokens)
+    size = generation_memory.MANY_BYTES // (batches * cfg.eval.max_new_tokens)
     changes = {"eval__examples": batches * cfg.eval.batch, "platform": "cpu"}
     for held, free, layers in ((size, 3 * size, "unstacked"), (size - 1, 3 * size, "stacked"), (size, size, "stacked")):
         monkeypatch.setattr(recipes, "reader_bytes", lambda cfg, held=held: {"llama": held, "qwen": 1})
-        monkeypatch.setattr(decode_layout.host_memory, "held", lambda readers, placed: sum(readers.values()))
-        monkeypatch.setattr(decode_layout.host_memory, "available", lambda free=free: free)
+        monkeypatch.setattr(generation_memory.host_memory, "held", lambda readers, placed: sum(readers.values()))
+        monkeypatch.setattr(generation_memory.host_memory, "available", lambda free=free: free)
         assert settle(root, monkeypatch, **changes) == layers
 
 
@@ -75,7 +75,7 @@ def test_first_process_decides_whatever_memory_the_others_have_left(root, monkey
 @pytest.mark.parametrize("layers", ["unstacked", "stacked"])
 def test_what_is_configured_stays(layers, root):
     cfg = tiny.make_config(root, eval__layers=layers, eval__examples=0)
-    assert decode_layout.resolve_layers(cfg, place(cfg), ROOM) is cfg
+    assert generation_memory.resolve_layers(cfg, place(cfg), ROOM) is cfg
 
 
 def test_readers_are_told(root):
@@ -119,14 +119,14 @@ def test_bytes_are_those_of_the_compiled_program(model, root, tmp_path):
     for layers in ("stacked", "unstacked"):
         own = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, layers=layers))
         recipe = recipes.make(own, placed, outline=True)
-        prompts, params = workload.prompts(own, recipe, "llama"), workload.reader(recipe, "llama")
+        prompts, params = workload.prompts(recipe, "llama"), workload.reader(recipe, "llama")
         generate = jax.jit(
             lambda params, prompts, own=recipe: own.wire.generate(params, "llama", Prompt(*prompts), max_new_tokens=4)
         )
         needs = jax.jit(generate).lower(params, prompts).compile().memory_analysis()
         found[layers] = needs.argument_size_in_bytes + needs.temp_size_in_bytes
-    added = decode_layout._copies(cfg, recipe, "llama")
+    added = generation_memory._copies(cfg, recipe, "llama")
     weights = place_.device_bytes(params)
     assert found["unstacked"] - found["stacked"] == pytest.approx(place_.device_bytes(params["layers"]), rel=0.2)
     assert weights + added == pytest.approx(found["unstacked"], rel=0.2)
-    assert decode_layout.unstacked_bytes(cfg, placed) > weights + added, "what is trained lies there as well"
+    assert generation_memory.unstacked_bytes(cfg, placed) > weights + added, "what is trained lies there as well"
