@@ -1,10 +1,8 @@
 """Adapter folders of Hugging Face PEFT: what PEFT makes of ours, and what we make of PEFT's."""
 
 import dataclasses
-import errno
 import functools
 import json
-import os
 from pathlib import Path
 
 import jax
@@ -18,6 +16,7 @@ from lw_jax.hub import peft as folders
 from lw_jax.hub import weights
 from lw_jax.models import decoder, lora
 from lw_jax.models.decoder import DecoderConfig
+from tests import tiny
 
 torch = pytest.importorskip("torch", reason="parity needs torch: pip install -r requirements-dev.txt")
 peft = pytest.importorskip("peft", reason="parity needs peft: pip install -r requirements-dev.txt")
@@ -117,15 +116,11 @@ def test_adapter_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, m
     spec = lora.Lora(rank=3, alpha=5.0, dropout=0.1, names=ALL)
     pairs = random(lora.abstract(LLAMA, spec), 0.3)
     folders.save(tmp_path, pairs, spec, cfg=LLAMA, model_type="llama", base="one")
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-
-    def refuse(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "write_text", refuse)
+    before = tiny.contents(tmp_path)
+    monkeypatch.setattr(Path, "write_text", tiny.no_space)
     with pytest.raises(OSError, match="No space left"):
         folders.save(tmp_path, jax.tree.map(lambda x: 2 * x, pairs), spec, cfg=LLAMA, model_type="llama", base="other")
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert tiny.contents(tmp_path) == before
 
 
 def test_phi3_s_fused_modules_have_zeros_where_a_part_has_no_pair(tmp_path):

@@ -20,7 +20,7 @@ from lw_jax.data import question_cards
 from lw_jax.recipes.latentwire import LatentWire
 from sharding import placement
 from tests import tiny
-from tests.smoke.test_commands import PROJECT, QUESTION, TEXT, Done, environment, start, start_several
+from tests.commands import PROJECT, QUESTION, TEXT, Done, environment, start, start_several
 
 VALUES = 30  # of each key: the best guess without the card
 CHANCE = 1 / VALUES

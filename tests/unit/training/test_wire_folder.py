@@ -65,10 +65,6 @@ def exported(trained, tmp_path_factory):
     return found
 
 
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 @pytest.mark.parametrize("chosen", PLACEMENTS)
 def test_moved_wire_says_the_same_under_other_placements(root, trained, exported, tmp_path, chosen):
     shutil.copytree(exported["fp32"], tmp_path / "wire")
@@ -236,7 +232,7 @@ def test_readers_that_are_not_named_are_not_needed(exported, trained, tmp_path, 
 
 
 def test_verbs_read_it_and_write_nothing_into_it(exported, tmp_path, capsys):
-    folder, before = exported["fp32"], contents(exported["fp32"])
+    folder, before = exported["fp32"], tiny.contents(exported["fp32"])
     refused = [["report"], ["eval"], ["train", "--config", str(ROOT / "configs/smoke.py")], ["export", "--wire", "x"]]
     refused += [["eval", "--out", str(exported["int8"])], ["plan"], ["bench"], ["generate", "--prompt", "x"]]
     for verb in refused:
@@ -254,7 +250,7 @@ def test_verbs_read_it_and_write_nothing_into_it(exported, tmp_path, capsys):
     found = json.loads((out / "eval.json").read_text("utf-8"))
     assert (found["step"], found["validation"]) == (2, "cards")
     assert not (out / "bytes.csv").exists(), "of an earlier evaluation with a curve"
-    assert contents(folder) == before
+    assert tiny.contents(folder) == before
 
 
 def test_encoder_of_a_wire_folder_is_taken_with_its_own_body_alone(root, trained, exported, tmp_path):
@@ -285,7 +281,7 @@ def test_export_says_where_a_large_wire_has_its_bytes_and_replaces_wires_only(tr
 
 
 def test_export_that_fails_leaves_the_wire_that_is_there(trained, exported, tmp_path, monkeypatch):
-    folder, before = shutil.copytree(exported["fp32"], tmp_path / "wire"), contents(exported["fp32"])
+    folder, before = shutil.copytree(exported["fp32"], tmp_path / "wire"), tiny.contents(exported["fp32"])
     given = {"wire": str(folder), "dtype": "int8"}
 
     def refuse(*_, **__):
@@ -294,9 +290,9 @@ def test_export_that_fails_leaves_the_wire_that_is_there(trained, exported, tmp_
     with monkeypatch.context() as patch, pytest.raises(UserError, match="No space"):
         patch.setattr(tensor_files, "save_file", refuse)
         tiny.call("export", trained[1].recipe.cfg, trained[0], **given)
-    assert contents(folder) == before
+    assert tiny.contents(folder) == before
     assert tiny.call("export", trained[1].recipe.cfg, trained[0], **given) == 0
-    assert wire_folder.read(folder).dtype == "int8" and contents(folder).keys() == before.keys()
+    assert wire_folder.read(folder).dtype == "int8" and tiny.contents(folder).keys() == before.keys()
 
 
 # --- the hub
@@ -316,7 +312,7 @@ def test_wire_goes_to_the_hub_and_every_door_takes_it_from_there(root, trained, 
     for licence in ("mit", "apache-2.0"):
         assert run.main([*given, "--push", "owner/wire", "--license", licence]) == 0
         assert hub.names("owner/wire")[-1] in capsys.readouterr().out
-    own = contents(tmp_path / "own")
+    own = tiny.contents(tmp_path / "own")
     assert hub.repositories["owner/wire"][-1] == own and hub.private == {"owner/wire"}
     card = ModelCard(own["README.md"].decode())
     assert (card.data.license, card.data.license_name) == ("apache-2.0", None)
