@@ -208,12 +208,7 @@ def make_config(root: Path, *, only: str = "", models: Mapping[str, Path] | None
     c.train.update(steps=6, global_batch=8, log_every=1, checkpoint_every=3)
     c.compute.remat = "none"
     c.eval.update(examples=8, batch=8, max_new_tokens=4)
-    for key, value in changes.items():
-        section, _, leaf = key.rpartition("__")
-        node = c
-        for part in section.split("__") if section else []:
-            node = node[part]
-        node[leaf] = value
+    c.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
     return config.build(c)
 
 
@@ -283,9 +278,7 @@ def make_ttt_config(root: Path, **changes: object) -> Config:
     c.train.update(steps=6, global_batch=8, log_every=1, checkpoint_every=3, alarm_step=0)
     c.compute.remat = "none"
     c.eval.update(examples=10, batch=8)
-    for key, value in changes.items():
-        section, _, leaf = key.rpartition("__")
-        (c[section] if section else c)[leaf] = value
+    c.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
     return config.build(c)
 
 
