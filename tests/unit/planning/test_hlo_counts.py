@@ -157,6 +157,7 @@ ENTRY %main (a: bf16[11,7,5], b: f32[11,35], i: s32[]) -> f32[11,35] {
   %row = f32[1,35]{1,0} convert(%one)
   %two = f32[11,35]{1,0} fusion(%b, %i, %row), kind=kLoop, calls=%update
   %three = (f32[1,35]{1,0}, f32[11,35]{1,0}) fusion(%two, %i), kind=kLoop, calls=%both
+  %four = f32[11,35]{1,0} dynamic-update-slice(%two, %row, %i, %i)
   %cs = (f32[11,35]{1,0}, f32[11,35]{1,0}, u32[]) copy-start(%two)
   ROOT %cd = f32[11,35]{1,0} copy-done(%cs)
 }
@@ -172,6 +173,7 @@ def test_fusion_touches_of_its_operands_what_it_uses():
             35 * 2 + row,  # convert
             row + row + index,  # update in place: reads and writes the row
             whole + row + whole + index,  # both: the negation needs all of it
+            2 * row,  # update outside of a fusion
             2 * whole,  # copy
         ]
     )
