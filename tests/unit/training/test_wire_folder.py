@@ -26,7 +26,6 @@ from lw_jax.models import codec
 from lw_jax.recipes import join
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import run_folder, wire_folder, wire_tensors
-from sharding import placement
 from tests import fake_hub, runs, tiny
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -256,9 +255,8 @@ def test_verbs_read_it_and_write_nothing_into_it(exported, tmp_path, capsys):
 def test_encoder_of_a_wire_folder_is_taken_with_its_own_body_alone(root, trained, exported, tmp_path):
     cfg = make(root, only="qwen", encoder__run=str(exported["fp32"]), adapter__hidden=16)
     assert join.read_config(cfg).encoder.slots == cfg.encoder.slots
-    recipe = LatentWire(cfg, placement.place("single", {"qwen": 1}, model=1, devices=jax.devices()[:1]))
-    own = trained[1].trainable["encoder"]
-    jax.tree.map(np.testing.assert_array_equal, recipe.build().trainable["encoder"], own)
+    found = LatentWire(cfg, tiny.place(cfg)).build().trainable
+    tiny.assert_equal_trees(found["encoder"], trained[1].trainable["encoder"])
     other = make(
         root, encoder__run=str(exported["fp32"]), encoder__source=str(tiny.write_reader(tmp_path, "llama", seed=1))
     )
