@@ -2,9 +2,11 @@
 
 import argparse
 import dataclasses
+import errno
 import functools
 import importlib
 import json
+import os
 import string
 import tempfile
 from collections.abc import Callable, Mapping
@@ -15,13 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
+from gguf import GGUFWriter
 from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from configs import base
 from lw_jax import recipes
-from lw_jax.commands import loading, parser
-from lw_jax.core import config, validation
+from lw_jax.commands import loading, parser, train
+from lw_jax.core import config, tree, validation
 from lw_jax.core.config import Config
 from lw_jax.core.types import Tree
 from lw_jax.data import question_cards
@@ -29,15 +32,22 @@ from lw_jax.data.tokens import load_tokenizer
 from lw_jax.evals import control_rows
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import bert_family, weights
+from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.models import bert, decoder
 from lw_jax.recipes import selfmade
+from lw_jax.recipes.cache_wire import CacheWire
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.recipes.ttt import TTT
-from lw_jax.training import metrics, trainer
+from lw_jax.training import metrics, run_folder, trainer
 from lw_jax.training.checkpoint import Checkpointer
 from lw_jax.training.recipe import Weights
+from lw_jax.training.step_spec import StepSpec
+from sharding import place as places
 from sharding import placement
+
+LOSS = 1e-5  # relative, fp32 after a few optimizer steps: sums in another order
+PARAMETERS = 2e-4  # absolute; Adam divides by the root of small squares, which magnifies rounding
 
 SIZES = {
     # heads divide by 4 and kv heads by 2, so that model axes of 1, 2 and 4 are legal
@@ -155,6 +165,27 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -
     save_file(tensors, folder / "model.safetensors")
 
 
+def write_gguf(path: Path, add: Callable[[GGUFWriter], Any], *, arch: str = "llama") -> Path:
+    """Writes a file of the fields and tensors that `add` gives its writer."""
+    writer = GGUFWriter(str(path), arch)
+    add(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """{path in the folder: bytes} of every file."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def no_space(*_: Any, **__: Any) -> None:
+    """Stands in for a function that writes, on a full disk."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @functools.cache
 def readers(root: Path) -> dict[str, Path]:
     """Writes both readers under `root` once."""
@@ -177,12 +208,7 @@ def make_config(root: Path, *, only: str = "", models: Mapping[str, Path] | None
     c.train.update(steps=6, global_batch=8, log_every=1, checkpoint_every=3)
     c.compute.remat = "none"
     c.eval.update(examples=8, batch=8, max_new_tokens=4)
-    for key, value in changes.items():
-        section, _, leaf = key.rpartition("__")
-        node = c
-        for part in section.split("__") if section else []:
-            node = node[part]
-        node[leaf] = value
+    c.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
     return config.build(c)
 
 
@@ -191,21 +217,45 @@ def make_searched_config(root: Path, **changes: object) -> Config:
     return make_config(root, **{"compute__remat": "auto"} | changes)
 
 
+def place(cfg: Config, strategy: str = "single", *, devices: int = 1, **axes: int) -> placement.Placement:
+    """Returns a placement on the first so many virtual devices."""
+    return placement.place(strategy, recipes.reader_bytes(cfg), devices=jax.devices()[:devices], **axes)
+
+
 def make_recipe(
     root: Path, *, devices: int = 1, model: int = 1, strategy: str = "", only: str = "", **changes: Any
-) -> LatentWire:
+) -> Any:
     """Returns the recipe on the first so many virtual devices; `changes` as in `make_config`, `models` too."""
     cfg = make_config(root, only=only, **changes)
     strategy = strategy or ("tensor" if model > 1 else "replicate")
-    sizes = recipes.reader_bytes(cfg)
-    return LatentWire(cfg, placement.place(strategy, sizes, model=model, devices=jax.devices()[:devices]))
+    return recipes.kind_of(cfg)(cfg, place(cfg, strategy, model=model, devices=devices))
 
 
-def make_wire(root: Path, **changes: Any) -> TrainedWire:
+def make_wire(root: Path, **changes: Any) -> Any:
     """Returns an untrained wire; `changes` as in `make_recipe`."""
     recipe = make_recipe(root, **changes)
-    built = recipe.build()
-    return TrainedWire(recipe, built.trainable, built.frozen, 0)
+    return wire_of(recipe, recipe.build().trainable, step=0)
+
+
+def wire_of(recipe: LatentWire | CacheWire, trainable: Tree, *, step: int = 6) -> Any:
+    """Returns the wire of a recipe with these weights, wherever they lie."""
+    kind = CodedWire if isinstance(recipe, CacheWire) else TrainedWire
+    placed = jax.device_put(jax.device_get(trainable), recipe.shardings().trainable)
+    return kind(recipe, placed, recipe.load_frozen(), step)
+
+
+def outline(cfg: Config, strategy: str = "single", devices: int = 1, *, stands_for: str = "") -> StepSpec:
+    """Returns the step of a placement by shapes alone; under `tensor` all devices share each product."""
+    placed = place(cfg, strategy, model=devices if strategy == "tensor" else 1, devices=devices)
+    return StepSpec(cfg, recipes.make(cfg, dataclasses.replace(placed, stands_for=stands_for), outline=True))
+
+
+def start_step(recipe: Any, batch: Tree, *, accumulation: int = 1) -> tuple[StepSpec, Tree, Tree, Tree]:
+    """(program, state, frozen weights, placed batch) with which a run's first step begins."""
+    program, built = StepSpec(recipe.cfg, recipe), recipe.build()
+    state = {"trainable": built.trainable, "opt_state": program.optimizer.init(built.trainable)}
+    state["step"] = places.replicate(jnp.int32(0), recipe.placement.learner)
+    return program, state, built.frozen, program.put(batch, accumulation)
 
 
 def write_text(folder: Path) -> Path:
@@ -228,9 +278,7 @@ def make_ttt_config(root: Path, **changes: object) -> Config:
     c.train.update(steps=6, global_batch=8, log_every=1, checkpoint_every=3, alarm_step=0)
     c.compute.remat = "none"
     c.eval.update(examples=10, batch=8)
-    for key, value in changes.items():
-        section, _, leaf = key.rpartition("__")
-        (c[section] if section else c)[leaf] = value
+    c.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
     return config.build(c)
 
 
@@ -238,7 +286,17 @@ def make_ttt(root: Path, *, devices: int = 1, strategy: str = "replicate", **cha
     """Returns the recipe on the first so many virtual devices."""
     cfg = make_ttt_config(root, **changes)
     validation.validate(cfg)
-    return TTT(cfg, placement.place(strategy, recipes.reader_bytes(cfg), devices=jax.devices()[:devices]))
+    return TTT(cfg, place(cfg, strategy, devices=devices))
+
+
+class Recorder(WireFunctions):
+    """Records every prompt's latents and channel."""
+
+    seen: list
+
+    def prompt_from_latents(self, trainable, params, fields, latents, name, *, slots=True):
+        self.seen.append((np.asarray(fields["channel"]), np.asarray(latents)))
+        return super().prompt_from_latents(trainable, params, fields, latents, name)
 
 
 def make_bench(recipe: LatentWire, built: Weights) -> control_rows.WireSession:
@@ -300,9 +358,54 @@ def curve(recipe: LatentWire | TTT, workdir: Path, *, stop: Callable[[int], bool
     return code, logged_losses(workdir), jax.device_get(run.state["trainable"])
 
 
+def assert_same_curve(found: tuple[int, list[float], Tree], wanted: tuple[int, list[float], Tree]) -> None:
+    """Holds what `curve` gives of one run to another's."""
+    assert found[0] == wanted[0]
+    np.testing.assert_allclose(found[1], wanted[1], rtol=LOSS)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=PARAMETERS), found[2], wanted[2])
+
+
+def assert_same_scores(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """Holds the records of an evaluation to another's."""
+    assert found and len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert all(one[key] == other[key] for key in ("prediction", "reader", "row", "id"))
+        np.testing.assert_allclose(one["nll"], other["nll"], rtol=LOSS)
+
+
+def assert_equal_trees(found: Tree, wanted: Tree) -> None:
+    """Holds two trees to each other, bit for bit."""
+    jax.tree.map(lambda one, other: np.testing.assert_array_equal(np.asarray(one), np.asarray(other)), found, wanted)
+
+
+def assert_near_trees(found: Tree, wanted: Tree, tolerance: float) -> None:
+    """Holds each leaf to the other tree's within so much of that leaf's largest value."""
+    found, wanted = tree.flatten_paths(found), tree.flatten_paths(wanted)
+    assert found.keys() == wanted.keys()
+    for path, leaf in wanted.items():
+        np.testing.assert_allclose(found[path], leaf, atol=tolerance * float(jnp.abs(leaf).max()), err_msg=path)
+
+
+def logged_rows(workdir: Path, key: str = "train/loss") -> list[dict[str, Any]]:
+    """Returns the rows of a run's log that have a value of this name."""
+    return [row for row in metrics.read_metrics(workdir / "metrics.jsonl") if key in row]
+
+
 def logged_losses(workdir: Path) -> list[float]:
     """Returns the training losses that a run has logged."""
-    return [row["train/loss"] for row in metrics.read_metrics(workdir / "metrics.jsonl") if "train/loss" in row]
+    return [row["train/loss"] for row in logged_rows(workdir)]
+
+
+def start_folder(folder: Path, cfg: Config) -> Path:
+    """Writes a run's folder as its command does before it trains."""
+    run_folder.write_workdir(folder, cfg=cfg, base={}, command=["test"])
+    return folder
+
+
+def train_in(folder: Path, cfg: Config) -> Path:
+    """Trains as the command does, in a folder of its own."""
+    assert train.main(cfg, start_folder(folder, cfg)) == 0
+    return folder
 
 
 def call(verb: str, cfg: Config, workdir: Path, *, spec: str = "", **flags: Any) -> Any:

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, strategies
 
 from lw_jax.core.errors import UserError
 from sharding.errors import PlacementError
+from tests import tiny
 from tests.chaos.mutations import Files
 
 Sample = dict[str, bytes]
@@ -77,11 +78,7 @@ def _place(error: BaseException) -> str:
 def sample_of(kind: Kind) -> Sample:
     with tempfile.TemporaryDirectory(prefix="lw_jax-chaos-") as scratch:
         kind.write(Path(scratch))
-        return read_sample(Path(scratch))
-
-
-def read_sample(folder: Path) -> Sample:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        return tiny.contents(Path(scratch))
 
 
 def lay(folder: Path, sample: Mapping[str, bytes], changes: Files) -> None:

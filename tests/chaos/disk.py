@@ -12,7 +12,6 @@ from pathlib import Path
 from tests.chaos import runs
 from tests.chaos.runs import Check
 
-PATIENCE = 300.0
 SMALL = 24_000  # bytes: a log fits, a checkpoint's arrays do not
 _LINES = 1  # of standard error, of an error that the user can mend
 
@@ -21,26 +20,16 @@ def run(folder: Path) -> list[Check]:
     """Tries all of them; those that this machine cannot make are told as skipped."""
     folder.mkdir(parents=True, exist_ok=True)
     config = runs.write_config(folder)
-    whole = folder / "whole"
-    shutil.rmtree(whole, ignore_errors=True)
-    process = runs.start(_train(config, whole), folder / "whole.log")
-    process.join(PATIENCE)
-    if process.exitcode != 0:
-        raise RuntimeError(f"the unbroken run ended with {process.exitcode}; see {folder / 'whole.log'}")
+    whole = runs.train_whole(config, folder)
     return [_limited(config, whole, folder), _full(config, whole, folder), *_read_only(config, whole, folder)]
-
-
-def _train(config: Path, workdir: Path) -> list[str]:
-    return ["train", "--config", str(config), "--workdir", str(workdir)]
 
 
 def _limited(config: Path, whole: Path, folder: Path) -> Check:
     """A process that may write no large file, as under a quota; then the same command without."""
     workdir, log = folder / "limited", folder / "limited.log"
     name, again = f"no file above {SMALL:,} bytes, then any", f"see {log}"
-    process = runs.start(_train(config, workdir), log, prepare=functools.partial(runs.limit_files, SMALL))
-    process.join(PATIENCE)
-    if fault := _told(process.exitcode, log):
+    code = runs.finish(runs.train(config, workdir), log, prepare=functools.partial(runs.limit_files, SMALL))
+    if fault := _told(code, log):
         return Check(name, False, fault, again)
     return _resumed(name, config, workdir, whole, folder / "limited-again.log")
 
@@ -52,9 +41,7 @@ def _full(config: Path, whole: Path, folder: Path) -> Check:
     with _mounted(mount, f"size={half}") as done:
         if not done:
             return Check(name, None, "no file system can be mounted here: it takes root")
-        process = runs.start(_train(config, mount / "w"), log)
-        process.join(PATIENCE)
-        if fault := _told(process.exitcode, log):
+        if fault := _told(runs.finish(runs.train(config, mount / "w"), log), log):
             return Check(name, False, fault, f"see {log}")
         _mount("remount,size=200m", mount)
         return _resumed(name, config, mount / "w", whole, folder / "full-again.log")
@@ -75,15 +62,13 @@ def _read_only(config: Path, whole: Path, folder: Path) -> Iterator[Check]:
             _chmod(workdir, 0o555)
         longer = "--config.train.log_every=2"
         for verb, argv in {
-            "train": [*_train(config, workdir), longer],
-            "train anew": _train(config, mount / "other"),
+            "train": [*runs.train(config, workdir), longer],
+            "train anew": runs.train(config, mount / "other"),
             "report": ["report", "--workdir", str(workdir)],
             "export": ["export", "--workdir", str(workdir), "--model", str(mount / "model")],
         }.items():
             log = folder / f"read-only-{verb.replace(' ', '-')}.log"
-            process = runs.start(argv, log)
-            process.join(PATIENCE)
-            fault = _told(process.exitcode, log)
+            fault = _told(runs.finish(argv, log), log)
             yield Check(f"read-only folder: {verb}", not fault, fault or "code 2, one line", f"see {log}")
         if not done:
             _chmod(workdir, 0o755)
@@ -101,9 +86,8 @@ def _told(code: int | None, log: Path) -> str:
 
 
 def _resumed(name: str, config: Path, workdir: Path, whole: Path, log: Path) -> Check:
-    process = runs.start(_train(config, workdir), log)
-    process.join(PATIENCE)
-    fault = f"code {process.exitcode}" if process.exitcode != 0 else runs.compare(workdir, whole)
+    code = runs.finish(runs.train(config, workdir), log)
+    fault = f"code {code}" if code != 0 else runs.compare(workdir, whole)
     return Check(name, not fault, fault or "code 2, one line; resumed to a bit-equal end", f"see {log}")
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from tests.chaos import runs
 
-PATIENCE = 300.0  # seconds of one start, on a machine busy with other work
 MOST = 8  # kills of one run, so that it ends
 PAUSE = 0.02  # seconds, at most, after a checkpoint's folder has appeared
 
@@ -33,15 +32,10 @@ def run(*, seed: int, goal: int, seconds: float, folder: Path, parallel: int = 2
     """Kills runs, one at least, until `goal` kills have been, for about so many seconds; what was begun is finished."""
     until = time.monotonic() + seconds
     config = runs.write_config(folder)
-    whole, took = folder / "whole", 0.0
-    for _ in range(2):  # the second finds all programs in the compile cache
-        _empty(whole)
-        began = time.monotonic()
-        process = runs.start(_argv(config, whole), folder / "whole.log")
-        process.join(PATIENCE)
-        took = time.monotonic() - began
-        if process.exitcode != 0:
-            raise RuntimeError(f"the unbroken run ended with {process.exitcode}; see {folder / 'whole.log'}")
+    runs.train_whole(config, folder)  # the second finds all programs in the compile cache
+    began = time.monotonic()
+    whole = runs.train_whole(config, folder)
+    took = time.monotonic() - began
     tally, lock, numbers = Tally(), threading.Lock(), iter(range(10**6))
 
     def work() -> None:
@@ -68,7 +62,7 @@ def _one(
     told: list[str] = []
     code: int | None = None
     for _ in range(MOST):
-        process = runs.start(_argv(config, workdir), log)
+        process = runs.start(runs.train(config, workdir), log)
         in_checkpoint = draw.random() < 0.5
         moment = draw.uniform(0, took)
         killed = _kill_in_checkpoint(process, workdir, draw) if in_checkpoint else _kill_after(process, moment)
@@ -78,8 +72,8 @@ def _one(
         told.append("checkpoint" if in_checkpoint else f"{moment:.2f} s")
         code = None
     if code is None:
-        process = runs.start(_argv(config, workdir), log)
-        process.join(PATIENCE)
+        process = runs.start(runs.train(config, workdir), log)
+        process.join(runs.PATIENCE)
         code = process.exitcode
         if code is None:
             process.kill()
@@ -92,11 +86,7 @@ def _one(
             tally.faults.append(f"seed {seed}, run {number}, killed at {', '.join(told)}: {fault}; {workdir}, {log}")
         else:
             tally.equal += len(told)
-            _empty(workdir)
-
-
-def _argv(config: Path, workdir: Path) -> list[str]:
-    return ["train", "--config", str(config), "--workdir", str(workdir)]
+            shutil.rmtree(workdir, ignore_errors=True)
 
 
 def _kill_after(process: ForkServerProcess, seconds: float) -> bool:
@@ -106,7 +96,7 @@ def _kill_after(process: ForkServerProcess, seconds: float) -> bool:
 
 def _kill_in_checkpoint(process: ForkServerProcess, workdir: Path, draw: random.Random) -> bool:
     """Kills while a checkpoint is being written; some are let pass first."""
-    passed, known, until = draw.randrange(4), _unfinished(workdir), time.monotonic() + PATIENCE
+    passed, known, until = draw.randrange(4), _unfinished(workdir), time.monotonic() + runs.PATIENCE
     while process.is_alive() and time.monotonic() < until:
         found = _unfinished(workdir)
         if found - known:
@@ -132,7 +122,3 @@ def _kill(process: ForkServerProcess) -> bool:
     process.kill()
     process.join()
     return process.exitcode == -9
-
-
-def _empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)

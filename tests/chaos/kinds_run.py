@@ -138,20 +138,6 @@ def _changed_message(draw: Any, sample: bytes) -> bytes:
     return signed(sample, bits=bits, slots=slots, width=width, payload=byte * size)
 
 
-def _explicit_messages(sample: Sample) -> dict[str, Files]:
-    message, count = sample[MESSAGE], _SLOTS * _WIDTH
-    told = {
-        "NaN with a right checksum": signed(message, payload=b"\xff\x7f" * count),
-        "infinite with a right checksum": signed(message, payload=b"\x00\x7c" * count),
-        "zeros": signed(message, payload=b"\0" * 2 * count),
-        "65535 values": signed(message, bits=2, slots=1, width=65535, payload=b"\0" * -(-65535 * 2 // 8)),
-        "of a later version": signed(message, version=3),
-        "empty": b"",
-        "frame alone": message[: _FRAME.size],
-    }
-    return {name: {MESSAGE: value} for name, value in told.items()}
-
-
 def _read_message(folder: Path) -> Any:
     message = message_io.read_message(str(folder / MESSAGE))
     return message, codec.unpack(message, encoder=ENCODER)
@@ -195,28 +181,11 @@ _VALUES += ["'x'", "''", "'@\\ud800'", "[]", "(1, 'x')", "{}", "{'x': 1}", "obje
 _WORDS = ["", "nan", "-inf", "1e999", "-1", "1" * 5000, "10" + "0" * 29, "x", "(1,", "[]", "None", "1.5", "1,2"]
 _WORDS += ["__import__('os')", "\ud800", "a\nb", "{}", "'", "(" * 200, "0x10", "1_000", "٣"]
 _BODIES = {
-    "raises": "    raise RuntimeError('x')\n",
-    "exits": "    raise SystemExit(0)\n",
-    "recursion": "    return get_config()\n",
-    "returns None": "    return None\n",
-    "section for a value": "    c.train = 5\n",
     "value for a section": "    c.seed = c.train\n",
-    "new key": "    c.unlock()\n    c.nothing = 5\n",
-    "lost key": "    del c.train\n",
-    "recipe unknown": "    c.recipe = 'nothing'\n",
-    "reader a name that is no name": "    c.llms['a/b'] = base.llm('x')\n",
-    "no reader": "    c.llms = {}\n",
-    "template with conversion": "    c.prompt.user = '{context!r} {question}'\n",
-    "template with width": "    c.prompt.user = '{context:>1000000000} {question}'\n",
     "template nested": "    c.prompt.user = '{context:{question}} {question}'\n",
-    "cards 10^30": "    c.data.cards = 10**30\n",
-    "seed 10^30": "    c.seed = 10**30\n",
 }
 _SOURCES = {
     "empty": "",
-    "raises": "raise RuntimeError('x')\n",
-    "exits": "import sys\nsys.exit(3)\n",
-    "get_config a number": "get_config = 5\n",
     "null bytes": "x = '\0'\n",
     "deep": "x = " + "(" * 5000 + ")" * 5000 + "\n",
     "surrogate escape": "x = '\\ud800'\nraise ValueError(x)\n",
@@ -277,7 +246,6 @@ def _explicit_configs(sample: Sample) -> dict[str, Files]:
     found: dict[str, Files] = {f"body {name}": {FILE: _file(body)} for name, body in _BODIES.items()}
     found |= {f"file {name}": {FILE: text.encode("utf-8", "surrogatepass")} for name, text in _SOURCES.items()}
     found["file not UTF-8"] = {FILE: b"x = '\xff'\n"}
-    found["flag cards"] = {FLAGS: _flags(f"--config.data.cards={10**30}")}
     return found
 
 
@@ -414,7 +382,6 @@ KINDS = [
         mutate=lambda sample: mutations.files(sample, {MESSAGE: [_changed_message(sample[MESSAGE])]}),
         load=_read_message,
         judge=_judge_message,
-        explicit=_explicit_messages,
     ),
     Kind(
         name="configuration",

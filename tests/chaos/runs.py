@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 PRELOADED = "tests.chaos.preloaded"
+PATIENCE = 300.0  # seconds of one start, on a machine busy with other work
 STEPS, EVERY = 24, 4  # of a run, and between checkpoints
 LOGGED = ("train/loss", "train/learning_rate", "validation/loss")  # of a row, what no clock decides
 LANGUAGE = """
@@ -67,6 +69,26 @@ def start(argv: list[str], log: Path, *, prepare: Callable[[], None] | None = No
     process = _context().Process(target=_command, args=(argv, str(log), prepare))
     process.start()
     return process
+
+
+def finish(argv: list[str], log: Path, *, prepare: Callable[[], None] | None = None) -> int | None:
+    """Starts the command and waits for its end; returns its code, or None where it has not come."""
+    process = start(argv, log, prepare=prepare)
+    process.join(PATIENCE)
+    return process.exitcode
+
+
+def train(config: Path, workdir: Path) -> list[str]:
+    return ["train", "--config", str(config), "--workdir", str(workdir)]
+
+
+def train_whole(config: Path, folder: Path) -> Path:
+    """Returns the folder of an unbroken run."""
+    whole, log = folder / "whole", folder / "whole.log"
+    shutil.rmtree(whole, ignore_errors=True)
+    if (code := finish(train(config, whole), log)) != 0:
+        raise RuntimeError(f"the unbroken run ended with {code}; see {log}")
+    return whole
 
 
 def _command(argv: list[str], log: str, prepare: Callable[[], None] | None) -> None:

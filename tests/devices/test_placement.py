@@ -1,13 +1,12 @@
 """sharding/placement.py: a strategy on a number of devices gives meshes, or a refusal that says what would do."""
 
-import types
-
 import jax
 import pytest
 
 from sharding import placement
 from sharding.errors import PlacementError
 from sharding.placement import STRATEGIES, Placement
+from tests.devices.test_mesh import foreign
 
 PAIR = {"llama": 16, "qwen": 15}  # bytes; llama is the larger
 TRIO = {"llama": 16, "qwen": 15, "other": 3}
@@ -131,11 +130,6 @@ def test_devices_that_a_strategy_cannot_use_are_refused_with_the_number_it_can(s
 def test_impossible_wish_is_refused_by_name(strategy, count, readers, axes, words):
     with pytest.raises(PlacementError, match=words):
         put(strategy, count, readers, **axes)
-
-
-def foreign(process_of: list[int]) -> list[types.SimpleNamespace]:
-    """Stands in for devices of several processes, which one test process cannot have."""
-    return [types.SimpleNamespace(process_index=process, id=i) for i, process in enumerate(process_of)]
 
 
 @pytest.mark.parametrize("strategy", ["split", "hybrid3", "hybrid4"])

@@ -4,11 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from lw_jax import recipes
 from lw_jax.inference import coded_evaluation
-from lw_jax.inference.coded_wire import CodedWire
-from lw_jax.recipes.cache_wire import CacheWire
-from sharding import place, placement
+from sharding import place
 from tests import tiny
 
 CACHE = {"encoder__kind": "cache", "encoder__ratio": 2, "encoder__width": 200, "encoder__texts": 24, "train__steps": 0}
@@ -28,19 +25,16 @@ ROUNDED = 0.002  # share of a code's integers that other sums round to the next 
 DECODED = 1e-3  # relative, of what a basis from other sums explains
 
 
-def make(root, *, devices=1, strategy="replicate", model=1):
+def make(root, **placed):
     rows = ("text", "latents", "quarter")
-    cfg = tiny.make_config(root, **CACHE, message__bytes=130, eval__rows=rows)
-    placed = placement.place(strategy, recipes.reader_bytes(cfg), model=model, devices=jax.devices()[:devices])
-    return CacheWire(cfg, placed)
+    return tiny.make_recipe(root, **CACHE, message__bytes=130, eval__rows=rows, **placed)
 
 
 @pytest.fixture(scope="module")
 def one(root):
     """The wire of one device with its codes, its message, answers and records."""
     recipe = make(root)
-    weights = recipe.build()
-    wire = CodedWire(recipe, weights.trainable, weights.frozen, 0)
+    wire = tiny.wire_of(recipe, recipe.build().trainable)
     return wire, *results(wire)
 
 
@@ -60,11 +54,8 @@ def results(wire):
 
 @pytest.mark.parametrize("name", PLACED)
 def test_both_readers_write_read_and_score_alike_in_every_placement(name, root, one):
-    recipe = make(root, **PLACED[name])
-    frozen = recipe.load_frozen()
     first, message, answers, records = one
-    codes = jax.device_put(jax.device_get(first.trainable), recipe.shardings().trainable)
-    wire = CodedWire(recipe, codes, frozen, 0)
+    wire = tiny.wire_of(make(root, **PLACED[name]), first.trainable)
     assert wire.fingerprint == first.fingerprint
     own, told, found = results(wire)
     for reader in answers:

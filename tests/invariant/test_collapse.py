@@ -7,7 +7,7 @@ import pytest
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
 from lw_jax.recipes import curriculum
-from lw_jax.training import metrics, preflight
+from lw_jax.training import preflight
 from tests import tiny
 
 # Nothing is learned, and the accidental gap of a random encoder stays below the one asked for.
@@ -25,7 +25,7 @@ def test_useless_latents_stop_the_run_with_word_and_figures_and_the_checkpoint_s
     with pytest.raises(UserError) as raised:
         tiny.curve(recipe, tmp_path / "run")
     told = str(raised.value)
-    (row,) = [row for row in metrics.read_metrics(tmp_path / "run" / "metrics.jsonl") if "validation/loss" in row]
+    (row,) = tiny.logged_rows(tmp_path / "run", "validation/loss")
     assert told.startswith("collapse at step 4: ") and row["step"] == 4
     nll, other = row["validation/nll/llama"], row["validation/shuffled/nll/llama"]
     assert nll != other, "the shuffled texts must be others"
@@ -75,19 +75,11 @@ def write_words(path):
 def test_run_that_learns_is_not_stopped(root, tmp_path):
     """Learnt by heart, for validation is the training data: another text's latents then give another's answer."""
     data = {"data__train": write_words(tmp_path / "a.jsonl"), "data__validation": write_words(tmp_path / "b.jsonl")}
-    recipe = tiny.make_recipe(
-        root,
-        only="llama",
-        **data,
-        optim__learning_rate=1e-2,
-        train__steps=60,
-        train__global_batch=5,
-        train__alarm_step=60,
-        train__checkpoint_every=60,
-        eval__batch=5,
-    )
+    steps = dict.fromkeys(("train__steps", "train__alarm_step", "train__checkpoint_every"), 60)
+    batches = {"train__global_batch": 5, "eval__batch": 5}
+    recipe = tiny.make_recipe(root, only="llama", optim__learning_rate=1e-2, **data, **steps, **batches)
     code, losses, _ = tiny.curve(recipe, tmp_path / "run")
-    (row,) = [row for row in metrics.read_metrics(tmp_path / "run" / "metrics.jsonl") if "validation/loss" in row]
+    (row,) = tiny.logged_rows(tmp_path / "run", "validation/loss")
     gap = row["validation/shuffled/nll/llama"] - row["validation/nll/llama"]
     assert code == 0 and losses[-1] < losses[0]
     assert gap > 2 * curriculum.GAP, "by a margin, or the test says nothing"

@@ -6,10 +6,8 @@ import pytest
 
 from lw_jax.core import runtime
 from lw_jax.recipes.latentwire import LatentWire
-from lw_jax.training import metrics
 from tests import tiny
 
-LOSS = 1e-5  # relative, fp32 after twelve optimizer steps: sums in another order
 PARAMETERS = 3e-4  # absolute; Adam divides by the root of small squares, which magnifies rounding
 STEPS = 12  # an epoch of 64 cards is 8 steps of 8: the chain stops inside the first and inside the second
 
@@ -40,8 +38,9 @@ def test_run_moved_through_six_placements_is_the_unbroken_one(root, tmp_path, ca
         )
         assert code == (0 if end == STEPS else runtime.REQUEUE)
         assert begun == 0 or f"from step {begun}" in capsys.readouterr().out
-        np.testing.assert_allclose(losses, wanted[:end], rtol=LOSS, err_msg=f"steps {begun + 1} to {end} on {where}")
+        np.testing.assert_allclose(
+            losses, wanted[:end], rtol=tiny.LOSS, err_msg=f"steps {begun + 1} to {end} on {where}"
+        )
         begun = end
-    rows = [row for row in metrics.read_metrics(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row]
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in tiny.logged_rows(tmp_path / "run")] == list(range(1, STEPS + 1))
     jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=PARAMETERS), trainable, unbroken)

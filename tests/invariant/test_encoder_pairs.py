@@ -5,15 +5,12 @@ import numpy as np
 import pytest
 
 import lw_jax
-from lw_jax.commands import train
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import SHARED
-from lw_jax.training import run_folder
 from tests import tiny
 
 pytestmark = pytest.mark.slow
 
-LOSS = 1e-5  # relative, fp32 after six optimizer steps: sums in another order
 TEXT, QUESTION = "Mara Ellis lives in Lisbon.", "Where does Mara Ellis live?"
 
 
@@ -48,7 +45,7 @@ def test_every_pair_moves_and_no_body_is_kept(root, keys, whole):
 )
 def test_every_placement_gives_the_curve_of_one_device(root, keys, whole, placed, tmp_path):
     _, losses, _ = tiny.unsaved_curve(tiny.make_recipe(root, **keys | placed), tmp_path / "run")
-    np.testing.assert_allclose(losses, whole[1], rtol=LOSS)
+    np.testing.assert_allclose(losses, whole[1], rtol=tiny.LOSS)
 
 
 def test_wire_opens_and_another_reader_joins_it(root, keys, tmp_path):
@@ -58,10 +55,7 @@ def test_wire_opens_and_another_reader_joins_it(root, keys, tmp_path):
             only=reader,
             **keys | {"mesh__placement": "single", "train__steps": 3, "train__checkpoint_every": 3} | changes,
         )
-        folder = tmp_path / reader
-        run_folder.write_workdir(folder, cfg=cfg, base={}, command=["test"])
-        assert train.main(cfg, folder) == 0
-        return lw_jax.load_wire(folder)
+        return lw_jax.load_wire(tiny.train_in(tmp_path / reader, cfg))
 
     first = run("llama")
     joined = run("qwen", encoder__run=str(tmp_path / "llama"), seed=5)

@@ -7,11 +7,8 @@ import numpy as np
 import pytest
 
 import lw_jax
-from lw_jax.commands import train
 from lw_jax.core.errors import UserError
 from lw_jax.recipes.latentwire import LatentWire
-from lw_jax.training import run_folder
-from sharding import placement
 from tests import tiny
 
 pytestmark = pytest.mark.slow
@@ -27,29 +24,28 @@ def make(root, reader, **changes):
     return dataclasses.replace(cfg, llms={reader: cfg.llms[reader]})
 
 
-def run(cfg, folder):
-    run_folder.write_workdir(folder, cfg=cfg, base={}, command=["test"])
-    assert train.main(cfg, folder) == 0
-    return lw_jax.load_wire(folder)
-
-
 @pytest.fixture(scope="module")
 def first(root, tmp_path_factory):
     """(folder, wire) of a run with llama alone."""
     folder = tmp_path_factory.mktemp("first")
-    return folder, run(make(root, "llama"), folder)
+    return folder, lw_jax.load_wire(tiny.train_in(folder, make(root, "llama")))
 
 
 @pytest.fixture(scope="module")
 def joined(root, first, tmp_path_factory):
-    return run(make(root, "qwen", encoder__run=str(first[0]), seed=5), tmp_path_factory.mktemp("joined"))
+    cfg = make(root, "qwen", encoder__run=str(first[0]), seed=5)
+    return lw_jax.load_wire(tiny.train_in(tmp_path_factory.mktemp("joined"), cfg))
+
+
+def build(root, first, seed):
+    """Weights with which another reader's run begins."""
+    cfg = make(root, "qwen", encoder__run=str(first[0]), seed=seed)
+    return LatentWire(cfg, tiny.place(cfg)).build().trainable
 
 
 def test_encoder_is_the_first_run_s_to_the_bit_and_only_the_new_adapter_learns(root, first, joined):
     jax.tree.map(np.testing.assert_array_equal, joined.trainable["encoder"], first[1].trainable["encoder"])
-    cfg = make(root, "qwen", encoder__run=str(first[0]), seed=5)
-    recipe = LatentWire(cfg, placement.place("single", {"qwen": 1}, model=1, devices=jax.devices()[:1]))
-    built = recipe.build().trainable
+    built = build(root, first, seed=5)
     jax.tree.map(np.testing.assert_array_equal, built["encoder"], joined.trainable["encoder"])
     assert set(joined.trainable["adapters"]) == {"qwen"}
     moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), built["adapters"], joined.trainable["adapters"])
@@ -66,11 +62,7 @@ def test_messages_of_the_first_run_are_read_by_the_joined_one(first, joined):
 
 
 def test_new_adapter_is_drawn_by_the_run_s_own_seed(root, first):
-    drawn = []
-    for seed in (5, 6):
-        cfg = make(root, "qwen", encoder__run=str(first[0]), seed=seed)
-        recipe = LatentWire(cfg, placement.place("single", {"qwen": 1}, model=1, devices=jax.devices()[:1]))
-        drawn.append(recipe.build().trainable)
+    drawn = [build(root, first, seed) for seed in (5, 6)]
     jax.tree.map(np.testing.assert_array_equal, drawn[0]["encoder"], drawn[1]["encoder"])
     assert not np.array_equal(*(one["adapters"]["qwen"]["up"]["kernel"] for one in drawn))
 

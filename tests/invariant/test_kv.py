@@ -5,14 +5,11 @@ import numpy as np
 import pytest
 
 from lw_jax.inference import evaluation
-from lw_jax.inference.trained_wire import TrainedWire
-from lw_jax.training import run_folder
 from tests import tiny
 
 pytestmark = pytest.mark.slow
 
-LOSS = 1e-5  # relative, fp32 after six optimizer steps: sums in another order
-PARAMETERS = 2e-4  # absolute; Adam divides by the root of small squares, which magnifies rounding
+
 TEXT, QUESTION = "Mara Ellis lives in Lisbon.", "Where does Mara Ellis live?"
 ROWS = ("text", "latents", "shuffled", "zero")
 
@@ -39,31 +36,23 @@ PLACED = {
 @pytest.mark.parametrize("name", PLACED)
 def test_every_placement_starts_and_learns_as_one_device(name, root, alone, tmp_path):
     recipe = tiny.make_recipe(root, **changes(root, **PLACED[name]))
-    code, losses, trainable = tiny.unsaved_curve(recipe, tmp_path / "run")
-    assert code == 0
-    np.testing.assert_allclose(losses, alone[1], rtol=LOSS)
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=PARAMETERS), trainable, alone[2])
+    tiny.assert_same_curve(tiny.unsaved_curve(recipe, tmp_path / "run"), alone)
 
 
 def test_random_start_is_the_same_on_any_devices(root, tmp_path):
     random = {"adapter__kind": "kv"}
     _, losses, _ = tiny.unsaved_curve(tiny.make_recipe(root, **random), tmp_path / "one")
     _, others, _ = tiny.unsaved_curve(tiny.make_recipe(root, devices=4, model=2, **random), tmp_path / "four")
-    np.testing.assert_allclose(others, losses, rtol=LOSS)
+    np.testing.assert_allclose(others, losses, rtol=tiny.LOSS)
 
 
-def wire_of(recipe, trainable) -> TrainedWire:
-    placed = jax.device_put(trainable, recipe.shardings().trainable)
-    return TrainedWire(recipe, placed, recipe.load_frozen(), 6)
-
-
-def said(wire: TrainedWire, message: bytes) -> dict[str, str]:
+def said(wire, message: bytes) -> dict[str, str]:
     return {reader: wire.read(message, reader, QUESTION) for reader in ("llama", "qwen")}
 
 
 @pytest.fixture(scope="module")
 def one_device(root, alone):
-    wire = wire_of(tiny.make_recipe(root, eval__rows=ROWS, **changes(root)), alone[2])
+    wire = tiny.wire_of(tiny.make_recipe(root, eval__rows=ROWS, **changes(root)), alone[2])
     message = wire.write(TEXT, bits=16, slots=3)
     return message, said(wire, message), evaluation.measure(wire).records
 
@@ -84,13 +73,9 @@ ELSEWHERE = {
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_messages_are_answered_and_scored_as_on_one_device(name, root, alone, one_device):
     message, answers, scored = one_device
-    wire = wire_of(tiny.make_recipe(root, eval__rows=ROWS, **changes(root, **ELSEWHERE[name])), alone[2])
+    wire = tiny.wire_of(tiny.make_recipe(root, eval__rows=ROWS, **changes(root, **ELSEWHERE[name])), alone[2])
     assert said(wire, message) == answers
-    found = evaluation.measure(wire).records
-    assert len(found) == len(scored) == 2 * 8 * len(ROWS)  # readers, examples, rows
-    for row, wanted in zip(found, scored, strict=True):
-        assert row["prediction"] == wanted["prediction"]
-        np.testing.assert_allclose(row["nll"], wanted["nll"], rtol=LOSS)
+    tiny.assert_same_scores(evaluation.measure(wire).records, scored)
 
 
 @pytest.mark.parametrize("stored", ["int8", "w8a8"])
@@ -105,8 +90,7 @@ def test_a_reader_joins_with_keys_and_values_a_wire_of_either_kind(root, tmp_pat
     for kind in ("embeddings", "kv"):
         folder = tmp_path / kind
         first = tiny.make_recipe(root, only="llama", **changes(root, adapter__kind=kind))
-        run_folder.write_workdir(folder, cfg=first.cfg, base={}, command=["test"])
-        _, _, trained = tiny.curve(first, folder)
+        _, _, trained = tiny.curve(first, tiny.start_folder(folder, first.cfg))
         joined = tiny.make_recipe(root, only="qwen", **changes(root, encoder__run=str(folder)))
         code, losses, found = tiny.unsaved_curve(joined, tmp_path / f"{kind}-joined")
         assert code == 0 and np.isfinite(losses).all()

@@ -1,31 +1,16 @@
 """Readers apart work at once, by the profiler's trace. (A rendezvous inside the programs cannot show it on CPUs: XLA
 runs a program with host callbacks in the thread that dispatches it.)"""
 
-import functools
 import statistics
 
 import jax
-import jax.numpy as jnp
 import pytest
 
-from lw_jax.training import trainer
-from sharding import place
 from tests import tiny
 
 pytestmark = pytest.mark.slow
 
 STEPS = 3  # of which most must show it, on a machine busy with other work
-
-
-def prepare(recipe):
-    """(step, state, frozen weights, batch) of a run, not yet compiled."""
-    run = trainer.Run(recipe.cfg, recipe, None, None)
-    built = recipe.build()
-    zero = place.replicate(jnp.int32(0), recipe.placement.learner)
-    state = {"trainable": built.trainable, "opt_state": run.step_spec.optimizer.init(built.trainable), "step": zero}
-    put = functools.partial(place.put_batch, accumulation=run.accumulation)
-    batch = recipe.data("train").collate(range(recipe.cfg.train.global_batch))
-    return run.step_spec.step, state, built.frozen, place.put_parts(batch, recipe.placement, put)
 
 
 def busy(folder) -> dict[int, list[tuple[float, float]]]:
@@ -47,12 +32,13 @@ def busy(folder) -> dict[int, list[tuple[float, float]]]:
 
 def trace(recipe, folder) -> list[float]:
     """For each step, the share of the shorter reader's time in which the other one was at work too."""
-    step, state, frozen, batch = prepare(recipe)
-    state, values = step(state, frozen, batch)
+    batch = recipe.data("train").collate(range(recipe.cfg.train.global_batch))
+    program, state, frozen, batch = tiny.start_step(recipe, batch)
+    state, values = program.step(state, frozen, batch)
     jax.block_until_ready(values)
     with jax.profiler.trace(str(folder)):
         for _ in range(STEPS):
-            state, values = step(state, frozen, batch)
+            state, values = program.step(state, frozen, batch)
             jax.block_until_ready(values)
     found = busy(folder)
     assert found.keys() == {0, 1} and all(len(runs) == STEPS for runs in found.values())

@@ -5,14 +5,10 @@ import numpy as np
 import pytest
 
 from lw_jax.inference import evaluation
-from lw_jax.inference.trained_wire import TrainedWire
-from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import metrics, trainer
 from sharding.errors import PlacementError
 from tests import tiny
 
-LOSS = 1e-5  # relative, fp32 after six optimizer steps: sums in another order
-PARAMETERS = 2e-4  # absolute; Adam divides by the root of small squares, which magnifies rounding
 GRADIENT = 1e-4  # relative; the norm of summed squares
 SCORES = 1e-5  # relative, fp32 sums of one forward pass
 
@@ -33,14 +29,6 @@ PLACED = {
 }
 
 
-def run_of(recipe: LatentWire, folder) -> trainer.Run:
-    """A whole run that writes metrics and no checkpoint."""
-    folder.mkdir()
-    run = trainer.Run(recipe.cfg, recipe, None, folder)
-    assert run.train(lambda step: False) == 0
-    return run
-
-
 def series(folder, name: str = "loss") -> list[float]:
     return [row[f"train/{name}"] for row in metrics.read_metrics(folder / "metrics.jsonl")]
 
@@ -48,11 +36,8 @@ def series(folder, name: str = "loss") -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACED)
 def test_every_placement_gives_the_curve_and_the_values_of_one_device(name, root, single, tmp_path):
-    _, losses, trainable, folder = single
-    run = run_of(tiny.make_recipe(root, **PLACED[name]), tmp_path / "run")
-    np.testing.assert_allclose(series(tmp_path / "run"), losses, rtol=LOSS)
-    found = jax.device_get(run.state["trainable"])
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=PARAMETERS), found, trainable)
+    *wanted, folder = single
+    tiny.assert_same_curve(tiny.unsaved_curve(tiny.make_recipe(root, **PLACED[name]), tmp_path / "run"), wanted)
     ours, theirs = (metrics.read_metrics(folder / "metrics.jsonl") for folder in (tmp_path / "run", folder))
     assert len(ours) == len(theirs) == 6
     for row, wanted in zip(ours, theirs, strict=True):
@@ -71,10 +56,11 @@ def test_kl_and_a_pretrained_encoder_with_aligned_start_are_the_same_where_reade
         "adapter__start": "aligned",
         "train__steps": 4,
     }
-    run_of(tiny.make_recipe(root, **changes), tmp_path / "alone")
-    run_of(tiny.make_recipe(root, devices=3, strategy="hybrid3", train__micro_batch=4, **changes), tmp_path / "apart")
+    apart = {"devices": 3, "strategy": "hybrid3", "train__micro_batch": 4}
+    tiny.unsaved_curve(tiny.make_recipe(root, **changes), tmp_path / "alone")
+    tiny.unsaved_curve(tiny.make_recipe(root, **apart, **changes), tmp_path / "apart")
     for name in ("loss", "kl/llama", "kl/qwen"):
-        np.testing.assert_allclose(series(tmp_path / "apart", name), series(tmp_path / "alone", name), rtol=LOSS)
+        np.testing.assert_allclose(series(tmp_path / "apart", name), series(tmp_path / "alone", name), rtol=tiny.LOSS)
     first = metrics.read_metrics(tmp_path / "alone" / "metrics.jsonl")[0]
     assert first["train/kl/llama"] > 0 and first["train/kl/qwen"] > 0
     nll = [first[f"train/nll/{name}"] for name in ("llama", "qwen")]
@@ -90,9 +76,7 @@ def thirds(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def curve_of_thirds(root, thirds, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("thirds") / "run"
-    run_of(tiny.make_recipe(root, **thirds), folder)
-    return series(folder)
+    return tiny.unsaved_curve(tiny.make_recipe(root, **thirds), tmp_path_factory.mktemp("thirds") / "run")
 
 
 @pytest.mark.slow
@@ -103,8 +87,7 @@ def test_heads_that_do_not_divide_stay_whole_and_the_curve_is_the_same(root, thi
             layers = recipe.shardings().frozen[name]["layers"]
             assert all(layers[leaf].is_fully_replicated for leaf in ("q", "k", "v", "o"))
             assert not any(layers[leaf].is_fully_replicated for leaf in ("gate", "up", "down"))
-    run_of(recipe, tmp_path / "run")
-    np.testing.assert_allclose(series(tmp_path / "run"), curve_of_thirds, rtol=LOSS)
+    tiny.assert_same_curve(tiny.unsaved_curve(recipe, tmp_path / "run"), curve_of_thirds)
 
 
 def test_ffn_that_does_not_divide_is_refused_with_its_path_and_the_sizes_that_do(root, thirds, tmp_path):
@@ -126,12 +109,7 @@ def trained(single):
     return single[2]
 
 
-def wire_of(recipe: LatentWire, trainable) -> TrainedWire:
-    placed = jax.device_put(jax.device_get(trainable), recipe.shardings().trainable)
-    return TrainedWire(recipe, placed, recipe.load_frozen(), 6)
-
-
-def answers_of(wire: TrainedWire, message: bytes) -> dict[tuple[str, str], str]:
+def answers_of(wire, message: bytes) -> dict[tuple[str, str], str]:
     """What every reader says from the message and from the text."""
     found = {}
     for reader in ("llama", "qwen"):
@@ -142,7 +120,7 @@ def answers_of(wire: TrainedWire, message: bytes) -> dict[tuple[str, str], str]:
 
 @pytest.fixture(scope="module")
 def on_one_device(root, trained):
-    wire = wire_of(tiny.make_recipe(root, eval__rows=ROWS), trained)
+    wire = tiny.wire_of(tiny.make_recipe(root, eval__rows=ROWS), trained)
     message = wire.write(TEXT, bits=16)
     return message, answers_of(wire, message), evaluation.measure(wire).records
 
@@ -154,14 +132,9 @@ APART = {"split 4": {"devices": 4, "strategy": "split"}, "hybrid3": {"devices": 
 @pytest.mark.parametrize("name", APART)
 def test_readers_apart_answer_and_score_as_on_one_device(name, root, trained, on_one_device):
     message, said, scored = on_one_device
-    wire = wire_of(tiny.make_recipe(root, eval__rows=ROWS, **APART[name]), trained)
+    wire = tiny.wire_of(tiny.make_recipe(root, eval__rows=ROWS, **APART[name]), trained)
     assert wire.write(TEXT, bits=8) and answers_of(wire, message) == said
-    found = evaluation.measure(wire).records
-    assert len(found) == len(scored) == 2 * 8 * len(ROWS)  # readers, examples, rows
-    for row, wanted in zip(found, scored, strict=True):
-        for key in ("prediction", "reader", "row", "id"):
-            assert row[key] == wanted[key]
-        np.testing.assert_allclose(row["nll"], wanted["nll"], rtol=SCORES)
+    tiny.assert_same_scores(evaluation.measure(wire).records, scored)
 
 
 @pytest.mark.slow

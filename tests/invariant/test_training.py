@@ -10,14 +10,9 @@ import pytest
 
 from lw_jax.core import runtime
 from lw_jax.core.errors import UserError
-from lw_jax.training import trainer
 from lw_jax.training.checkpoint import Checkpointer
 from tests import tiny
 from tests.tiny import curve
-
-LOSS = 1e-5  # relative, fp32 after six optimizer steps: sums in another order
-PARAMETERS = 2e-4  # absolute; Adam divides by the root of small squares, which magnifies rounding
-
 
 MESHES = {
     "replicate 8": {"devices": 8},
@@ -26,9 +21,7 @@ MESHES = {
     "data 2 x tensor 4": {"devices": 8, "model": 4, "strategy": "tensor"},
     "accumulate 4, remat full": {"devices": 1, "train__micro_batch": 2, "compute__remat": "full"},
     "data 2 accumulate 2": {"devices": 2, "train__micro_batch": 2},
-    "data 2 x tensor 2, logits of a row of each at once": {
-        **{"devices": 4, "model": 2, "strategy": "tensor", "compute__logits_chunk": 1},
-    },
+    "data 2 x tensor 2, logits of a row of each at once": {"devices": 4, "model": 2, "compute__logits_chunk": 1},
 }
 
 
@@ -53,10 +46,9 @@ def test_the_curve_is_the_same_however_it_is_computed(name, root, single, tmp_pa
 
 
 def check_curve(name, root, single, tmp_path):
-    _, losses, trainable = tiny.unsaved_curve(tiny.make_recipe(root, **MESHES[name]), tmp_path / "run")
-    np.testing.assert_allclose(losses, single[1], rtol=LOSS)
-    assert losses[-1] < losses[0]
-    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=PARAMETERS), trainable, single[2])
+    found = tiny.unsaved_curve(tiny.make_recipe(root, **MESHES[name]), tmp_path / "run")
+    tiny.assert_same_curve(found, single)
+    assert found[1][-1] < found[1][0]
 
 
 @pytest.mark.slow
@@ -70,7 +62,7 @@ def test_muon_s_curve_is_the_same_however_it_is_computed(root, tmp_path):
     }
     for name, where in split.items():
         _, losses, _ = tiny.unsaved_curve(tiny.make_recipe(root, **muon, **where), tmp_path / name)
-        np.testing.assert_allclose(losses, wanted, rtol=LOSS, err_msg=name)
+        np.testing.assert_allclose(losses, wanted, rtol=tiny.LOSS, err_msg=name)
 
 
 @pytest.mark.slow
@@ -125,18 +117,10 @@ def test_another_seed_trains_other_weights(root, single, tmp_path):
 
 def test_frozen_weights_do_not_move(root):
     recipe = tiny.make_recipe(root, only="qwen")
-    run = trainer.Run(recipe.cfg, recipe, None, None)
-    before = jax.device_get(recipe.load_frozen())
-    built = recipe.build()
-    step = run.step_spec.step
-    state = {
-        "trainable": built.trainable,
-        "opt_state": run.step_spec.optimizer.init(built.trainable),
-        "step": jax.numpy.int32(0),
-    }
-    batch = jax.tree.map(lambda leaf: leaf[None], recipe.data("train").collate(range(8)))
-    step(state, built.frozen, batch)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(built.frozen), before)
+    program, state, frozen, batch = tiny.start_step(recipe, recipe.data("train").collate(range(8)))
+    before = jax.device_get(frozen)
+    program.step(state, frozen, batch)
+    tiny.assert_equal_trees(jax.device_get(frozen), before)
 
 
 def test_other_frozen_weights_are_refused_by_name(root, resumed, tmp_path):

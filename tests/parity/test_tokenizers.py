@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from gguf import GGUFWriter
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
@@ -17,6 +16,7 @@ from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 from lw_jax.data.tokens import load_tokenizer
 from lw_jax.hub import weights
 from lw_jax.hub.gguf_header import read_header
+from tests import tiny
 
 TEXTS = [
     "It's 12345 o'clock; DON'T we'll see?",
@@ -57,19 +57,17 @@ def vocabulary(tmp_path_factory):
 
 def write_gguf(path, pre, vocabulary):
     tokens, merges = vocabulary
-    writer = GGUFWriter(str(path), "llama")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list([*tokens, *SPECIAL])
-    writer.add_token_types([1] * len(tokens) + [3] * len(SPECIAL))
-    writer.add_token_merges(merges)
-    writer.add_eos_token_id(len(tokens) + 2)
-    writer.add_add_bos_token(False)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+
+    def add(writer):
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list([*tokens, *SPECIAL])
+        writer.add_token_types([1] * len(tokens) + [3] * len(SPECIAL))
+        writer.add_token_merges(merges)
+        writer.add_eos_token_id(len(tokens) + 2)
+        writer.add_add_bos_token(False)
+
+    return tiny.write_gguf(path, add)
 
 
 @pytest.mark.parametrize("text", TEXTS)

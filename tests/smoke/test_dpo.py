@@ -14,7 +14,7 @@ from lw_jax.data import question_cards
 from lw_jax.hub import weights
 from lw_jax.models import decoder, lora
 from tests import tiny
-from tests.smoke.test_commands import PROJECT, Done, start_several
+from tests.commands import PROJECT, Done, start_several
 
 STEPS = 24
 

@@ -9,8 +9,8 @@ import nbformat
 import pytest
 
 from tests import notebook
+from tests.commands import quick_environment
 from tests.smoke import test_docs
-from tests.smoke.test_commands import quick_environment
 
 LARGEST = 100_000  # bytes of a picture
 SECONDS = re.compile(r"\d ?(ms|s|sec|seconds|min|minutes|it/s)\b")

@@ -1,6 +1,5 @@
 """The verbs `plan` and `slurm` as a user runs them: GPUs that are not here, compiled for in processes of their own."""
 
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lw_jax.planning import plan_cache
-from tests.smoke.test_commands import start_several
+from tests.commands import need_compiler, start_several
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 CONFIG = """
@@ -26,7 +25,6 @@ def get_config(recipe="latentwire"):
     c.train.global_batch = 6
     return c
 """
-PLUGIN = any(importlib.metadata.distributions(name="jax-cuda12-plugin"))
 
 # An environment without the compiler: JAX finds an empty plugin, and pip's records have none.
 BARE = """
@@ -53,8 +51,7 @@ def start(*argv: str, cwd: Path, **changes: str) -> subprocess.CompletedProcess[
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, float]:
     """The folder of a configuration, its plan for two absent GPUs as JSON, and the seconds it took."""
-    if not PLUGIN:
-        pytest.skip("needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 as a compiler")
+    need_compiler()
     folder = tmp_path_factory.mktemp("planned")
     (folder / "small.py").write_text(CONFIG, encoding="utf-8")
     begun = time.monotonic()

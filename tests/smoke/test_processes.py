@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -23,12 +22,10 @@ import run
 from lw_jax.commands import loading, parser
 from lw_jax.core import command_line, config, config_file, runtime
 from lw_jax.recipes.latentwire import LatentWire
-from lw_jax.training import metrics, run_folder
-from sharding import placement
 from tests import tiny
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
-LOSS = 1e-5  # relative, fp32 after six optimizer steps: sums in another order
+
 PATIENCE = 600  # seconds for both processes, on a machine busy with other work
 STEPS = 6
 CONFIG = """
@@ -66,8 +63,7 @@ def curve_of_one(path: Path, folder: Path, *assignments: str) -> list[float]:
     values = config_file.load(str(path), root=PROJECT)
     config_file.override(values, command_line.take_assignments(list(assignments))[0])
     cfg = config.build(values)
-    placed = placement.place("single", LatentWire.reader_bytes(cfg), devices=jax.devices())
-    code, losses, _ = tiny.curve(LatentWire(cfg, placed), folder)
+    code, losses, _ = tiny.curve(LatentWire(cfg, tiny.place(cfg)), folder)
     assert code == 0 and len(losses) == STEPS
     return losses
 
@@ -138,13 +134,10 @@ def test_two_processes_give_the_curve_of_one_device(config_path, readers, tmp_pa
     assert "placement fsdp: data=8" in said and said.count("device: 8 virtual devices") == 1
     assert [(tmp_path / f"stderr-{rank}").read_text() for rank in (0, 1)] == ["", ""]
     wanted = curve_of_one(config_path, tmp_path / "one", *changes)
-    np.testing.assert_allclose(tiny.logged_losses(tmp_path / "w"), wanted, rtol=LOSS)
-    own, one = (
-        [row for row in metrics.read_metrics(tmp_path / name / "metrics.jsonl") if "validation/loss" in row]
-        for name in ("w", "one")
-    )
+    np.testing.assert_allclose(tiny.logged_losses(tmp_path / "w"), wanted, rtol=tiny.LOSS)
+    own, one = (tiny.logged_rows(tmp_path / name, "validation/loss") for name in ("w", "one"))
     assert [row["step"] for row in own] == [row["step"] for row in one] == [STEPS]
-    assert own[0] == pytest.approx(one[0], rel=LOSS)
+    assert own[0] == pytest.approx(one[0], rel=tiny.LOSS)
     check_evaluation_of_two(tmp_path)
 
 
@@ -229,9 +222,8 @@ def test_sigterm_saves_in_both_and_the_same_command_gives_the_curve_of_one_devic
         codes, said = finish(started, tmp_path)
     assert codes == [0, 0]
     assert re.search(rf"from step {saved}\b", said) and "placement tensor: data=4" in said
-    np.testing.assert_allclose(
-        tiny.logged_losses(tmp_path / "w"), curve_of_one(config_path, tmp_path / "one"), rtol=LOSS
-    )
+    wanted = curve_of_one(config_path, tmp_path / "one")
+    np.testing.assert_allclose(tiny.logged_losses(tmp_path / "w"), wanted, rtol=tiny.LOSS)
 
 
 # Two processes that compute together without end; `alive-RANK` says that the first sums are done.
@@ -283,10 +275,8 @@ def test_death_of_one_ends_the_other_with_one_line_and_the_code_for_requeueing(t
 @pytest.mark.slow
 def test_folder_of_another_run_is_refused_by_both_with_code_2(config_path, tmp_path):
     """Read in the first process alone, after it has joined: the other one would wait for it and abort."""
-    workdir = tmp_path / "w"
-    workdir.mkdir()
     (saved,) = loading.load(parser.parse(["train", "--config", str(config_path), "--config.seed=7"]))
-    run_folder.write_workdir(workdir, cfg=saved.cfg, base={}, command=["test"])
+    workdir = tiny.start_folder(tmp_path / "w", saved.cfg)
     (workdir / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
     with joined("train", "--config", str(config_path), "--workdir", str(workdir), folder=tmp_path) as started:
         codes, _ = finish(started, tmp_path)

@@ -17,10 +17,8 @@ import pytest
 from configs import pairs
 from lw_jax.core import config, tree
 from lw_jax.data import question_cards
-from lw_jax.recipes.latentwire import LatentWire
-from sharding import placement
 from tests import tiny
-from tests.smoke.test_commands import PROJECT, QUESTION, TEXT, Done, environment, start, start_several
+from tests.commands import PROJECT, QUESTION, TEXT, Done, environment, start, start_several
 
 VALUES = 30  # of each key: the best guess without the card
 CHANCE = 1 / VALUES
@@ -70,8 +68,7 @@ def test_latents_survive_quantisation(proof, reader):
 
 def test_encoder_is_small():
     cfg = config.build(pairs.get_config())
-    recipe = LatentWire(cfg, placement.place("single", dict.fromkeys(cfg.llms, 1)), outline=True)
-    assert tree.count(recipe.abstract().trainable["encoder"]) <= PARAMETERS
+    assert tree.count(tiny.outline(cfg).recipe.abstract().trainable["encoder"]) <= PARAMETERS
 
 
 def test_a_run_leaves_what_the_readme_promises(trained: Path) -> None:

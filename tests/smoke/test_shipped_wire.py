@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
-from lw_jax import recipes
 from lw_jax.recipes.cache_wire import CacheWire
 from lw_jax.training import wire_folder, wire_tensors
-from sharding import place, placement
+from sharding import place
+from tests import tiny
 
 FOLDER = Path(__file__).resolve().parents[2] / "wires" / "pair"
 MOST = 32e6  # bytes
@@ -17,8 +16,7 @@ MOST = 32e6  # bytes
 
 def test_arrays_are_those_of_its_configuration():
     cfg = wire_folder.read_config(FOLDER)
-    placed = placement.place("single", recipes.reader_bytes(cfg), devices=jax.devices()[:1])
-    recipe = CacheWire(cfg, placed, outline=True)
+    recipe = CacheWire(cfg, tiny.place(cfg), outline=True)
     codes = wire_tensors.read(FOLDER, place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable))
     for name in cfg.llms:
         basis = np.asarray(codes["codes"][name]["basis"])

@@ -9,7 +9,7 @@ import pytest
 from lw_jax.commands import parser
 from lw_jax.core import precision
 from tests import tiny
-from tests.smoke.test_commands import PROJECT, QUESTION, TEXT, TINY, Done, start_several
+from tests.commands import PROJECT, QUESTION, TEXT, TINY, Done, start_several
 
 
 @pytest.fixture(scope="module")

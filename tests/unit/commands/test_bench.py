@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import run
-from lw_jax import recipes
 from lw_jax.benchmarking import measurement, rows, timing
 from lw_jax.benchmarking.measurement import Measured
 from lw_jax.benchmarking.rows import Row
@@ -16,7 +15,6 @@ from lw_jax.benchmarking.timing import Ceilings, Spread
 from lw_jax.core.errors import UserError
 from lw_jax.training import memory
 from lw_jax.training.step_spec import StepSpec
-from sharding import placement
 from tests import tiny
 
 CEILINGS = Ceilings("float32", matmul=2e9, bandwidth=3e9)
@@ -27,9 +25,8 @@ def known_ceilings(monkeypatch):
     monkeypatch.setattr(timing, "ceilings", lambda dtype: dataclasses.replace(CEILINGS, dtype=dtype))
 
 
-def make(cfg, *, devices=1):
-    placed = placement.place("replicate", recipes.reader_bytes(cfg), devices=jax.devices()[:devices])
-    return Measured(cfg, placed, repeats=2)
+def make(cfg):
+    return Measured(cfg, tiny.place(cfg, "replicate"), repeats=2)
 
 
 @pytest.fixture(scope="module")

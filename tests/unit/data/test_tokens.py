@@ -1,7 +1,6 @@
 import json
 
 import pytest
-from gguf import GGUFWriter
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -23,25 +22,22 @@ TEMPLATE = (
 
 
 def write_gguf(path, *, pre="smollm", model="gpt2", template=TEMPLATE, add_bos=False, merges=MERGES, eos=True):
-    writer = GGUFWriter(str(path), "llama")
-    writer.add_tokenizer_model(model)
-    writer.add_tokenizer_pre(pre)
-    tokens = [*TOKENS, *SPECIAL, USER_DEFINED]
-    writer.add_token_list(tokens)
-    writer.add_token_types([1] * len(TOKENS) + [3] * len(SPECIAL) + [4])
-    writer.add_token_merges([" ".join(pair) for pair in merges])
-    writer.add_bos_token_id(tokens.index("<|im_start|>"))
-    if eos:
-        writer.add_eos_token_id(tokens.index("<|im_end|>"))
-    if add_bos is not None:
-        writer.add_add_bos_token(add_bos)
-    if template:
-        writer.add_chat_template(template)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    def add(writer):
+        writer.add_tokenizer_model(model)
+        writer.add_tokenizer_pre(pre)
+        tokens = [*TOKENS, *SPECIAL, USER_DEFINED]
+        writer.add_token_list(tokens)
+        writer.add_token_types([1] * len(TOKENS) + [3] * len(SPECIAL) + [4])
+        writer.add_token_merges([" ".join(pair) for pair in merges])
+        writer.add_bos_token_id(tokens.index("<|im_start|>"))
+        if eos:
+            writer.add_eos_token_id(tokens.index("<|im_end|>"))
+        if add_bos is not None:
+            writer.add_add_bos_token(add_bos)
+        if template:
+            writer.add_chat_template(template)
+
+    return tiny.write_gguf(path, add)
 
 
 @pytest.fixture

@@ -14,8 +14,6 @@ from lw_jax.core.types import Example
 from lw_jax.data.batches import other_examples
 from lw_jax.data.examples import spread
 from lw_jax.evals import ceiling, comparison, control_rows, message_latents, swaps, verdict
-from lw_jax.recipes.latentwire import LatentWire
-from sharding import placement
 from tests import tiny
 
 ROWS = ("text", "latents", "shuffled", "random", "zero", "none", "truncated", "ceiling")
@@ -28,13 +26,13 @@ DIFFERENT = 1e-3  # nats; the losses of one example may come that near by chance
 @pytest.fixture(scope="module")
 def measured(root):
     """(recipe, functions, weights, what was measured, its records) of one reader."""
-    cfg = tiny.make_config(root)
-    cfg = dataclasses.replace(cfg, llms={"qwen": cfg.llms["qwen"]})
-    recipe = LatentWire(cfg, placement.place("single", {"qwen": 1}))
+    recipe = tiny.make_recipe(root, only="qwen")
     built = recipe.build()
     encoded = recipe.data("validation", rows=eval_rows.fields_of(ROWS))
     encoded = ceiling.attach(encoded, spread(len(encoded), COUNT))
-    options = dataclasses.replace(cfg.eval, examples=COUNT, batch=BATCH, rows=(*ROWS, *SWAPPED), max_new_tokens=3)
+    options = dataclasses.replace(
+        recipe.cfg.eval, examples=COUNT, batch=BATCH, rows=(*ROWS, *SWAPPED), max_new_tokens=3
+    )
     bench = tiny.make_bench(recipe, built)
     changed = swaps.make(encoded, spread(len(encoded), COUNT), layout=recipe.layout, fields=("text",))
     found = control_rows.measure(bench, encoded, options=options, seed=5, swaps=changed)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from lw_jax.evals import comparison, control_rows, quality_curve
-from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.models import codec
 from lw_jax.report import figures
 from tests import tiny
@@ -24,22 +23,12 @@ HALF = 2e-2  # nats; fp16 latents against fp32 ones
 APART = 1e-3
 
 
-class Recorder(WireFunctions):
-    """Records every prompt's latents and channel."""
-
-    seen: list
-
-    def prompt_from_latents(self, trainable, params, fields, latents, name, *, slots=True):
-        self.seen.append((np.asarray(fields["channel"]), np.asarray(latents)))
-        return super().prompt_from_latents(trainable, params, fields, latents, name)
-
-
 @pytest.fixture(scope="module")
 def wire(root):
     """(recorder, bench, (options, stage), what was measured) of one reader."""
     recipe = tiny.make_recipe(root, only="qwen")
     bench = tiny.make_bench(recipe, recipe.build())
-    recorder = Recorder(recipe.wire, recipe.placement)
+    recorder = tiny.Recorder(recipe.wire, recipe.placement)
     recorder.seen = []
     bench = dataclasses.replace(bench, functions=recorder)
     changes = {"examples": COUNT, "batch": BATCH, "rows": ROWS, "max_new_tokens": 2}

@@ -8,7 +8,7 @@ import pytest
 import run
 from examples import with_transformers
 from lw_jax.core.errors import UserError
-from lw_jax.training import metrics
+from tests import tiny
 
 TEXT = "Mara Ellis lives in Lisbon. Where does Mara Ellis live?"
 
@@ -22,9 +22,7 @@ def test_one_command_trains_every_family_and_transformers_answers_from_it(pair, 
     words += [f"--config.encoder.source={folders[0]}", f"--config.adapter.kind={kind}"]
     words += [f"--config.llms.{name}.source={folder}" for name, folder in zip(("llama", "qwen"), folders, strict=True)]
     assert run.main(words) == 0
-    losses = [
-        row["train/loss"] for row in metrics.read_metrics(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row
-    ]
+    losses = tiny.logged_losses(tmp_path / "run")
     assert losses[-1] < losses[0]
     (tmp_path / "notes.txt").write_text(TEXT, "utf-8")
     asked = ["--workdir", str(tmp_path / "run"), "--context", str(tmp_path / "notes.txt"), "--question", "Who?"]

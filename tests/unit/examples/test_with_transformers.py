@@ -88,17 +88,9 @@ def test_an_answer_across_the_change_of_frequencies_is_refused(wire, messages):
 @pytest.fixture(scope="module")
 def cached(own_models):
     """A wire of kind "cache" of all its numbers, in fp32."""
-    from lw_jax import recipes
-    from lw_jax.inference.coded_wire import CodedWire
-    from lw_jax.recipes.cache_wire import CacheWire
-    from sharding import placement
-
     changes = {"encoder__kind": "cache", "encoder__ratio": 2, "encoder__width": 100, "encoder__texts": 16}
     changes |= {"train__steps": 0, "message__bytes": 150, "compute__dtype": "fp32", "eval__max_new_tokens": NEW}
-    cfg = tiny.make_config(own_models["llama"], models={"qwen2": own_models["qwen2"]}, **changes)
-    recipe = CacheWire(cfg, placement.place("single", recipes.reader_bytes(cfg)))
-    weights = recipe.build()
-    return CodedWire(recipe, weights.trainable, weights.frozen, 0)
+    return tiny.make_wire(own_models["llama"], models={"qwen2": own_models["qwen2"]}, **changes)
 
 
 @pytest.mark.slow

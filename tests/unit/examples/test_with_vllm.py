@@ -13,8 +13,6 @@ import pytest
 import lw_jax
 from examples import with_vllm
 from lw_jax.core.errors import UserError
-from lw_jax.inference import trained_wire
-from lw_jax.training import run_folder
 from tests import tiny
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -163,10 +161,8 @@ def plain(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain")
     readers = make_readers(folder / "readers")
     words = {"llms__llama__template": "chat", "data__question_tokens": 128, "eval__max_new_tokens": 6}
-    recipe = tiny.make_recipe(folder / "readers", **words)
-    run_folder.write_workdir(folder / "run", cfg=recipe.cfg, base={}, command=["test"])
-    wire = trained_wire.TrainedWire(recipe, recipe.build().trainable, recipe.load_frozen(), 0)
-    return readers, folder / "run", wire
+    wire = tiny.make_wire(folder / "readers", **words)
+    return readers, tiny.start_folder(folder / "run", wire.recipe.cfg), wire
 
 
 @pytest.fixture
@@ -237,7 +233,7 @@ def test_server_s_refusals_are_told_in_its_words(plain, notes, opened):
 def test_what_no_server_could_take_is_refused_before_a_weight_is_read(root, notes, monkeypatch, tmp_path):
     monkeypatch.setattr(lw_jax, "load_wire", lambda *given: pytest.fail("weights are read"), raising=False)
     kv, out = tiny.make_config(root, adapter__kind="kv"), tmp_path / "body.json"
-    run_folder.write_workdir(tmp_path / "kv", cfg=kv, base={}, command=["test"])
+    tiny.start_folder(tmp_path / "kv", kv)
     for words, told in {
         ("--out", str(out)): r"adapter\.kind='kv'.*--config\.adapter\.kind=embeddings",
         (): "--out and --url",

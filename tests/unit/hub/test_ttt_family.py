@@ -13,6 +13,7 @@ from lw_jax.hub import ttt_family, weights
 from lw_jax.hub.families import HARMLESS
 from lw_jax.models import ttt
 from lw_jax.models.ttt import TTTConfig
+from tests.tiny import assert_equal_trees
 from tests.tiny import edit_tensors as edit
 
 SMALL = TTTConfig(vocab=37, width=12, layers=2, heads=3, ffn=17)
@@ -107,16 +108,12 @@ def saved(tmp_path):
     return tmp_path / "model", params
 
 
-def assert_equal(ours, theirs):
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), ours, theirs)
-
-
 @pytest.mark.parametrize("cfg", [SMALL, OTHER, MIXED])
 def test_saved_model_loads_back_unchanged(cfg, tmp_path):
     params = random(cfg)
     weights.save_ttt(tmp_path, params, cfg)
     assert weights.is_ttt(tmp_path) and weights.describe_ttt(tmp_path) == cfg
-    assert_equal(weights.load_ttt(tmp_path), params)
+    assert_equal_trees(weights.load_ttt(tmp_path), params)
 
 
 def test_rows_that_are_no_token_are_not_saved(tmp_path):
@@ -132,7 +129,7 @@ def test_rows_that_are_no_token_are_not_saved(tmp_path):
 def test_tied_file_may_hold_an_equal_head_and_no_other(saved):
     folder, params = saved
     edit(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}))
-    assert_equal(weights.load_ttt(folder), params)
+    assert_equal_trees(weights.load_ttt(folder), params)
     edit(folder, lambda tensors: tensors["lm_head.weight"].__setitem__((5, 7), 9.0))
     with pytest.raises(UserError, match="lm_head.weight differs from the embedding.*set tie_word_embeddings to false"):
         weights.load_ttt(folder)
@@ -147,7 +144,7 @@ def test_buffers_that_follow_from_the_configuration_are_left_out_and_floats_cast
     buffers = {block + "token_idx": np.ones(16, np.float32), block + "rotary_emb.inv_freq": np.ones(2, np.float32)}
     edit(folder, lambda tensors: tensors.update({name: one.astype(np.float16) for name, one in tensors.items()}))
     edit(folder, lambda tensors: tensors.update(buffers))
-    assert_equal(weights.load_ttt(folder), params)
+    assert_equal_trees(weights.load_ttt(folder), params)
 
 
 Q = "model.layers.1.seq_modeling_block.q_proj.weight"

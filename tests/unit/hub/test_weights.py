@@ -1,7 +1,5 @@
 import dataclasses
-import errno
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file, save_file
 
@@ -22,6 +20,7 @@ from lw_jax.hub import families, gguf_family, tensor_files, weights
 from lw_jax.models import decoder
 from lw_jax.models.rotary import Llama3Scaling
 from tests import tiny
+from tests.tiny import assert_equal_trees
 from tests.tiny import edit_tensors as edit
 
 LLAMA = dataclasses.replace(
@@ -44,10 +43,6 @@ def random_params(cfg):
     leaves, treedef = jax.tree.flatten(decoder.abstract(cfg, jnp.float32))
     rng = np.random.default_rng(7)
     return treedef.unflatten([rng.normal(size=leaf.shape).astype(np.float32) for leaf in leaves])
-
-
-def assert_equal_trees(got, want):
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), got, want)
 
 
 @pytest.fixture
@@ -85,11 +80,7 @@ class Words:
         (Path(folder) / "templates" / "tool.jinja").write_bytes(self.text)
         (Path(folder) / "tokenizer.json").write_bytes(self.text)
         if self.fails:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def no_space(*_, **__):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            tiny.no_space()
 
 
 def test_saved_model_leaves_no_file_of_an_earlier_one_beside_it(tmp_path):
@@ -110,24 +101,21 @@ def test_saved_model_leaves_no_file_of_an_earlier_one_beside_it(tmp_path):
 def test_model_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, monkeypatch, file):
     params = random_params(LLAMA)
     weights.save(tmp_path, params, LLAMA, model_type="llama", tokenizer=Words(b"one"))
-
-    def contents():
-        return {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-
-    before = contents()
+    before = tiny.contents(tmp_path)
     assert before.keys() == {"config.json", "model.safetensors", "tokenizer.json", "templates/tool.jinja"}
     other, cfg = jax.tree.map(lambda x: 2 * x, params), dataclasses.replace(LLAMA, rope_theta=7.0)
     with monkeypatch.context() as patch:
         if file == "model.safetensors":
-            patch.setattr(tensor_files, "save_file", no_space)
+            patch.setattr(tensor_files, "save_file", tiny.no_space)
         elif file == "config.json":
-            patch.setattr(Path, "write_text", no_space)
+            patch.setattr(Path, "write_text", tiny.no_space)
         words = Words(b"other", fails=file == "tokenizer.json")
         with pytest.raises(OSError, match="No space left"):
             weights.save(tmp_path, other, cfg, model_type="llama", tokenizer=words)
-    assert contents() == before
+    assert tiny.contents(tmp_path) == before
     weights.save(tmp_path, other, cfg, model_type="llama", tokenizer=Words(b"other"))
-    assert contents().keys() == before.keys() and not set(contents().values()) & set(before.values())
+    found = tiny.contents(tmp_path)
+    assert found.keys() == before.keys() and not set(found.values()) & set(before.values())
 
 
 def test_several_files_give_the_same_as_one(llama):
@@ -309,41 +297,40 @@ STORED_QUANTISED = ("q", "k", "gate", "embed")  # rows of 32, one block
 def write_gguf(path, cfg, arch, *, drop=(), change=lambda name, value: value, fields=lambda writer: None):
     """Writes a model as its converter would, q and k of llama interleaved; returns what must be read back."""
     params = random_params(cfg)
-    writer = GGUFWriter(str(path), arch)
-    writer.add_block_count(cfg.layers)
-    writer.add_context_length(cfg.max_positions)
-    writer.add_embedding_length(cfg.width)
-    writer.add_feed_forward_length(cfg.ffn)
-    writer.add_head_count(cfg.heads)
-    writer.add_head_count_kv(cfg.kv_heads)
-    writer.add_key_length(cfg.head_dim)
-    writer.add_value_length(cfg.head_dim)
-    writer.add_rope_freq_base(cfg.rope_theta)
-    writer.add_layer_norm_rms_eps(cfg.norm_eps)
-    writer.add_array("tokenizer.ggml.scores", [0.5, -1.5])
-    writer.add_array("tokenizer.ggml.tokens", ["a", "ü", ""])
-    fields(writer)
-    for name, (path_, layer, shape) in gguf_family.tensor_map(cfg).items():
-        leaf = params[path_[0]] if layer is None else params[path_[0]][path_[1]]
-        value = np.array(leaf if layer is None else leaf[layer]).reshape(shape)
-        quantised = path_[-1] in STORED_QUANTISED
-        if quantised:
-            value = dequantize(quantize(value, QUANTISED), QUANTISED)
-            (leaf if layer is None else leaf[layer])[...] = value.reshape(leaf.shape[0 if layer is None else 1 :])
-        if arch == "llama" and path_[-1] in ("q", "k"):
-            halves = value.reshape(-1, 2, cfg.head_dim // 2, cfg.width)
-            value = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(shape)
-        value = change(name, value)
-        if name not in drop:
-            raw = quantize(value, QUANTISED) if quantised else value
-            writer.add_tensor(name, raw, raw_dtype=QUANTISED if quantised else None)
-    if cfg.rope_scaling is not None:
-        factors = gguf_family.llama3_divisors(cfg.rope_scaling, cfg.rope_theta, cfg.head_dim)
-        writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+
+    def add(writer):
+        writer.add_block_count(cfg.layers)
+        writer.add_context_length(cfg.max_positions)
+        writer.add_embedding_length(cfg.width)
+        writer.add_feed_forward_length(cfg.ffn)
+        writer.add_head_count(cfg.heads)
+        writer.add_head_count_kv(cfg.kv_heads)
+        writer.add_key_length(cfg.head_dim)
+        writer.add_value_length(cfg.head_dim)
+        writer.add_rope_freq_base(cfg.rope_theta)
+        writer.add_layer_norm_rms_eps(cfg.norm_eps)
+        writer.add_array("tokenizer.ggml.scores", [0.5, -1.5])
+        writer.add_array("tokenizer.ggml.tokens", ["a", "ü", ""])
+        fields(writer)
+        for name, (path_, layer, shape) in gguf_family.tensor_map(cfg).items():
+            leaf = params[path_[0]] if layer is None else params[path_[0]][path_[1]]
+            value = np.array(leaf if layer is None else leaf[layer]).reshape(shape)
+            quantised = path_[-1] in STORED_QUANTISED
+            if quantised:
+                value = dequantize(quantize(value, QUANTISED), QUANTISED)
+                (leaf if layer is None else leaf[layer])[...] = value.reshape(leaf.shape[0 if layer is None else 1 :])
+            if arch == "llama" and path_[-1] in ("q", "k"):
+                halves = value.reshape(-1, 2, cfg.head_dim // 2, cfg.width)
+                value = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(shape)
+            value = change(name, value)
+            if name not in drop:
+                raw = quantize(value, QUANTISED) if quantised else value
+                writer.add_tensor(name, raw, raw_dtype=QUANTISED if quantised else None)
+        if cfg.rope_scaling is not None:
+            factors = gguf_family.llama3_divisors(cfg.rope_scaling, cfg.rope_theta, cfg.head_dim)
+            writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+
+    tiny.write_gguf(path, add, arch=arch)
     return params
 
 

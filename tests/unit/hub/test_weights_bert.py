@@ -1,12 +1,12 @@
 """BERT-class bodies from safetensors; what they share with readers is in test_weights.py."""
 
-import jax
 import numpy as np
 import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.hub import weights
 from tests import tiny
+from tests.tiny import assert_equal_trees
 from tests.tiny import edit_tensors as edit
 
 
@@ -14,10 +14,6 @@ from tests.tiny import edit_tensors as edit
 def body(tmp_path):
     """(folder, configuration, parameters as they must be read)."""
     return tmp_path / "bert", *tiny.write_bert(tmp_path / "bert")
-
-
-def assert_equal_trees(got, want):
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), got, want)
 
 
 @pytest.mark.parametrize("prefix", ["", "bert."])

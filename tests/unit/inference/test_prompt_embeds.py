@@ -39,11 +39,11 @@ def greedy(wire, x, count, cache=None):
 
 
 def test_whole_prompt_is_opening_prefix_and_question(wire):
-    message = wire.write(TEXT, slots=3)
+    message = wire.write(TEXT, slots=3, width=11)
     found, prefix = wire.prompt_embeds(message, reader=READER, question=QUESTIONS[0]), wire.prefix(message, READER)
     assert prefix.shape == (4, 56) and found.dtype == prefix.dtype == np.float32
     latents = np.zeros((1, 5, 24), np.float32)
-    latents[0, :3] = codec.unpack(message, encoder=wire.encoder_fingerprint)
+    latents[0, :3, :11] = codec.unpack(message, encoder=wire.encoder_fingerprint)
     own = wire.recipe.wire.prefix(wire.trainable["adapters"][READER], READER, jnp.asarray(latents), "answer")[0]
     np.testing.assert_allclose(prefix, np.concatenate([own[:3], own[5:]]), atol=SAME)
     table, one = np.asarray(wire.frozen[READER]["embed"]), wire.recipe.tokenizers[READER]

@@ -14,7 +14,6 @@ from lw_jax.core.errors import UserError
 from lw_jax.data import batches
 from lw_jax.inference import trained_wire
 from lw_jax.models import codec
-from lw_jax.training import run_folder
 from tests import tiny
 
 TEXT = "Mira keeps a copper lantern in the old mill."
@@ -152,25 +151,6 @@ def latents_of(wire, text, slots=None, width=None):
     return np.array(wire.functions.encode(wire.trainable, source)[0])
 
 
-def test_reader_of_a_smaller_message_is_given_zeros_beyond_it(wire, monkeypatch):
-    """The prompt is told the channel, and the latents are those of the message and zeros."""
-    caught = {}
-
-    def keep(trainable, params, fields, latents, reader):
-        caught.update(channel=np.asarray(fields["channel"]), latents=np.asarray(latents))
-        return None
-
-    monkeypatch.setattr(wire.functions, "prompt_from_latents", keep)
-    monkeypatch.setattr(wire, "_answer", lambda reader, prompt, count: [""])
-    message = wire.write(TEXT, bits=4, slots=3, width=11)
-    wire.read(message, "qwen", "Who keeps it?")
-    assert caught["channel"].tolist() == [[3, 11, 4]] and caught["latents"].shape == (1, 5, 24)
-    np.testing.assert_array_equal(
-        caught["latents"][0, :3, :11], codec.unpack(message, encoder=wire.encoder_fingerprint)
-    )
-    assert not caught["latents"][0, 3:].any() and not caught["latents"][0, :, 11:].any()
-
-
 def test_answers_beyond_a_reader_s_positions_are_refused(wire, message, monkeypatch):
     """The longest answer that fits is given; one more token is refused."""
     most = wire.recipe.wire.readers["llama"].config.max_positions
@@ -193,8 +173,7 @@ def test_answers_beyond_a_reader_s_positions_are_refused(wire, message, monkeypa
 def test_folder_without_a_run_or_without_a_checkpoint_is_refused(root, tmp_path):
     with pytest.raises(UserError, match=r"config\.json: missing"):
         lw_jax.load_wire(tmp_path)
-    cfg = tiny.make_config(root, mesh__placement="single")
-    run_folder.write_workdir(tmp_path, cfg=cfg, base={}, command=["test"])
+    tiny.start_folder(tmp_path, tiny.make_config(root, mesh__placement="single"))
     with pytest.raises(UserError, match="checkpoint"):
         lw_jax.load_wire(tmp_path)
 

@@ -140,14 +140,6 @@ def test_training_sees_what_a_message_brings(bits):
     assert found.dtype == np.float32
 
 
-def test_quantise_takes_any_leading_axes_and_leaves_empty_slots_empty():
-    latents = draw(2, 3, WIDTH)
-    latents[1, 2] = 0
-    found = codec.quantise(jnp.asarray(latents), 4)
-    np.testing.assert_allclose(found[0, 1], codec.quantise(jnp.asarray(latents[0, 1]), 4), atol=SAME)
-    np.testing.assert_array_equal(found[1, 2], np.zeros(WIDTH))
-
-
 # --- sending inside a training step ---
 
 CHOICES = ((WIDTH, 16), (5, 16), (5, 4), (WIDTH, 2))

@@ -40,10 +40,7 @@ SIZES = {
 
 
 def make_program(root, strategy: str = "single", devices: int = 1, **changes) -> StepSpec:
-    cfg = tiny.make_config(root, **SIZES | changes)
-    model = devices if strategy == "tensor" else 1
-    placed = placements.place(strategy, recipes.reader_bytes(cfg), model=model, devices=jax.devices()[:devices])
-    return StepSpec(cfg, recipes.make(cfg, placed, outline=True))
+    return tiny.outline(tiny.make_config(root, **SIZES | changes), strategy, devices)
 
 
 def estimate_of(program: StepSpec, micro: int = 0, target: str = "") -> Estimate:

@@ -13,16 +13,11 @@ from lw_jax.models.wire import Prompt
 from lw_jax.planning import generation_memory, workload
 from lw_jax.training.memory_limit import MemoryLimit
 from sharding import place as place_
-from sharding import placement as placements
 from tests import tiny
 
 pytestmark = pytest.mark.slow
 
 ROOM = MemoryLimit(10**12, 1.0)
-
-
-def place(cfg, table="single", **axes):
-    return placements.place(table, recipes.reader_bytes(cfg), **axes)
 
 
 def on(platform, placed):
@@ -35,7 +30,7 @@ def on(platform, placed):
 def settle(root, monkeypatch, *, room=ROOM, platform="gpu", need=10**9, **changes):
     cfg = tiny.make_config(root, eval__layers="auto", **changes)
     monkeypatch.setattr(generation_memory, "unstacked_bytes", lambda *_: need)
-    return generation_memory.resolve_layers(cfg, on(platform, place(cfg)), room).eval.layers
+    return generation_memory.resolve_layers(cfg, on(platform, tiny.place(cfg)), room).eval.layers
 
 
 @pytest.mark.parametrize(
@@ -75,7 +70,7 @@ def test_first_process_decides_whatever_memory_the_others_have_left(root, monkey
 @pytest.mark.parametrize("layers", ["unstacked", "stacked"])
 def test_what_is_configured_stays(layers, root):
     cfg = tiny.make_config(root, eval__layers=layers, eval__examples=0)
-    assert generation_memory.resolve_layers(cfg, place(cfg), ROOM) is cfg
+    assert generation_memory.resolve_layers(cfg, tiny.place(cfg), ROOM) is cfg
 
 
 def test_readers_are_told(root):
@@ -114,7 +109,7 @@ def test_bytes_are_those_of_the_compiled_program(model, root, tmp_path):
     folder = tiny.write_reader(tmp_path, "llama", width=96, layers=8, ffn=384)  # layers that outweigh all else
     cfg = tiny.make_config(root, llms__llama__source=str(folder), eval__batch=2, data__context_tokens=16)
     cfg = dataclasses.replace(cfg, llms={"llama": cfg.llms["llama"]})
-    placed = place(cfg, "tensor" if model > 1 else "replicate", data=1, model=model, devices=jax.devices()[:model])
+    placed = tiny.place(cfg, "tensor" if model > 1 else "replicate", data=1, model=model, devices=model)
     found = {}
     for layers in ("stacked", "unstacked"):
         own = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, layers=layers))

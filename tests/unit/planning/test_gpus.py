@@ -1,7 +1,5 @@
 """Which targets a word names, what a live device is, and how the compiler's absence is told."""
 
-import importlib.metadata
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +11,7 @@ import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.planning import gpus
+from tests import commands
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -182,19 +181,12 @@ jax.jit(jnp.cosh)(1.0)
 
 @pytest.mark.slow
 def test_every_card_can_be_compiled_for_without_one():
-    if not any(importlib.metadata.distributions(name="jax-cuda12-plugin")):
-        pytest.skip("needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 as a compiler")
     code = """
 import json
 from lw_jax.planning import gpus
 found = {n: gpus.compile_devices(gpus.parse(f"2x{n}x3")) for n in gpus.CARDS}
 print(json.dumps({n: [(d.compute_capability, d.core_count, d.process_index) for d in ds] for n, ds in found.items()}))
 """
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    (found,) = commands.compile_for_absent_gpus(code)
     for name, card in gpus.CARDS.items():
         assert found[name] == [[card.capability, card.cores, host] for host in (0, 0, 0, 1, 1, 1)]

@@ -5,15 +5,12 @@ import dataclasses
 import jax
 import pytest
 
-from lw_jax import recipes
 from lw_jax.core import config
 from lw_jax.planning import estimate, gpus, hlo_counts, placement_search, roofline
 from lw_jax.planning.hardware import Hardware
 from lw_jax.planning.plans import StepCandidate
 from lw_jax.training import memory, micro_batch_search
 from lw_jax.training.memory_limit import MemoryLimit
-from lw_jax.training.step_spec import StepSpec
-from sharding import placement as placements
 from tests import tiny
 from tests.standin import replace_compiler
 from tests.tiny import make_searched_config
@@ -293,8 +290,7 @@ def apart(root):
 @pytest.mark.slow
 def test_a_compiled_candidate_has_the_needs_that_are_measured(apart):
     cfg, found, compiled = apart
-    placed = placements.place("split", recipes.reader_bytes(cfg), devices=jax.devices()[:2])
-    program = StepSpec(cfg, recipes.make(cfg, placed, outline=True))
+    program = tiny.outline(cfg, "split", 2)
     assert len(compiled) == len(found.needs.programs) > 3
     assert found.fits and found.needs == micro_batch_search.measure(program, program.recipe.batch_widths(), 4)
     assert found.guess == estimate.estimate(program, program.recipe.batch_widths(), 4, gpus.Target(H100, 2))

@@ -9,13 +9,10 @@ from typing import Any
 import jax
 import pytest
 
-from lw_jax import recipes
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.planning import gpus, placement_search, plan_cache, plan_tables, planner
 from lw_jax.planning.plans import StepPlan
-from lw_jax.training.step_spec import StepSpec
-from sharding import placement as placements
 from tests import tiny
 from tests.tiny import make_searched_config
 
@@ -74,14 +71,8 @@ SHAPE = {
     **{"mesh.placement": "single", "compute.dtype": "bf16", "compute.remat": "full", "compute.logits_chunk": 8},
     **{"data.context_tokens": 240, "data.question_tokens": 32, "data.answer_tokens": 16, "encoder.slots": 6},
     **{"encoder.window": 128, "loss.kl": 1.0, "optim.kind": "muon", "optim.weight_decay": 0.0},
-    **{
-        "eval.batch": 4,
-        "eval.max_new_tokens": 5,
-        "eval.layers": "unstacked",
-        "eval.rows": ("latents",),
-        "adapter.hidden": 41,
-        "adapter.kind": "kv",
-    },
+    **{"eval.batch": 4, "eval.max_new_tokens": 5, "eval.layers": "unstacked", "eval.rows": ("latents",)},
+    **{"adapter.hidden": 41, "adapter.kind": "kv"},
     **{"llms.qwen.weights": "bf16", "stages.pretrain.share": 0.5, "encoder.rate": 0.0},
 }
 
@@ -150,11 +141,9 @@ BARE = re.compile(r"dense<[^>]*>|constant [^:]*:|loc\(.*")
 
 def programs(cfg: Config, devices: int) -> dict[str, str]:
     """The lowered text of a step without its numbers."""
-    strategy = "replicate" if devices > 1 else "single"
-    placed = placements.place(strategy, recipes.reader_bytes(cfg), devices=jax.devices()[:devices])
-    recipe = recipes.make(cfg, placed, outline=True)
-    spec = StepSpec(cfg, recipe)
-    return {name: BARE.sub("", part.lowered.as_text()) for name, part in spec.lower(recipe.batch_widths(), 2).items()}
+    spec = tiny.outline(cfg, "replicate", devices)
+    parts = spec.lower(spec.recipe.batch_widths(), 2)
+    return {name: BARE.sub("", part.lowered.as_text()) for name, part in parts.items()}
 
 
 def other_value(path: str, value: Any, rule: Any) -> Any:

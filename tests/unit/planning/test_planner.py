@@ -27,9 +27,6 @@ from tests.standin import replace_compiler
 from tests.tiny import make_searched_config
 
 SMALL = 0.012  # GB of a device that takes the batch in parts
-LOSS = 1e-5  # relative, fp32 after a few optimizer steps: sums in another order
-
-
 pytestmark = pytest.mark.usefixtures("cache")
 
 
@@ -184,9 +181,9 @@ def test_reading_takes_every_device_for_the_batch_where_the_readers_fit(root, me
 
 
 def placed_bytes(cfg, model: int) -> int:
-    table = "tensor" if model > 1 else "replicate"
-    placed = placements.place(table, recipes.reader_bytes(cfg), data=8 // model, model=model)
-    return memory.placed_bytes(StepSpec(config.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True)))
+    """Of one device of as many as split the readers."""
+    own = config.with_remat(cfg, "none")
+    return memory.placed_bytes(tiny.outline(own, "tensor" if model > 1 else "replicate", model))
 
 
 @pytest.mark.parametrize("model", [2, 4])
@@ -235,7 +232,7 @@ def test_training_runs_the_planned_split_of_readers_too_large_for_one_device(
     cfg = make_searched_config(root, mesh__target_utilisation=1.0)
     room = (placed_bytes(cfg, 1) + placed_bytes(cfg, 2)) / 2e9
     losses = train_planned(root, tmp_path / "run", mesh__memory_gb=room, mesh__target_utilisation=1.0)
-    np.testing.assert_allclose(losses, curve_of_one, rtol=LOSS)
+    np.testing.assert_allclose(losses, curve_of_one, rtol=tiny.LOSS)
     chosen = json.loads(next((tmp_path / "cache" / "plans").glob("here-*.json")).read_text())["chosen"]
     assert chosen["strategy"] in ("fsdp", "tensor", "split", "hybrid4")
     assert f"placement {chosen['strategy']}: " in capsys.readouterr().out
@@ -245,14 +242,13 @@ def test_training_runs_the_planned_split_of_readers_too_large_for_one_device(
 def test_training_accumulates_as_compiled_where_the_batch_does_not_fit(root, curve_of_one, pair, tmp_path, capsys):
     """Really compiled, by the plan and by training: room for half of a device's share."""
     cfg = make_searched_config(root, mesh__placement="replicate", compute__remat="none")
-    placed = placements.place("replicate", recipes.reader_bytes(cfg))
-    program = StepSpec(cfg, recipes.make(cfg, placed, outline=True))
+    program = tiny.outline(cfg, "replicate", 2)
     peaks = [micro_batch_search.measure(program, program.recipe.batch_widths(), micro).peak for micro in (2, 4)]
     room = sum(peaks) / 2 / 1e9
     assert peaks[0] < room * 1e9 < peaks[1]
     changes = {"mesh__memory_gb": room, "mesh__target_utilisation": 1.0, "mesh__placement": "replicate"}
     losses = train_planned(root, tmp_path / "run", **changes)
-    np.testing.assert_allclose(losses, curve_of_one, rtol=LOSS)
+    np.testing.assert_allclose(losses, curve_of_one, rtol=tiny.LOSS)
     found = planner.make(make_searched_config(root, train__steps=3, eval__examples=2, **changes))
     assert found.cached and found.compiled and found.devices == 2
     assert found.chosen.peak_bytes <= found.limit_bytes < peaks[1]

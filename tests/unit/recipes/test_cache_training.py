@@ -5,7 +5,6 @@ import numpy as np
 import optax
 import pytest
 
-from lw_jax import recipes
 from lw_jax.core import validation
 from lw_jax.core.errors import UserError
 from lw_jax.evals import cache_rows
@@ -14,7 +13,7 @@ from lw_jax.models import cache_code
 from lw_jax.recipes import cache_start
 from lw_jax.recipes.cache_wire import CacheWire
 from lw_jax.training import preflight
-from sharding import place, placement
+from sharding import place
 from tests import tiny
 
 CACHE = {
@@ -42,10 +41,7 @@ def make_config(root, **changes):
 
 def make(root, *, strategy="single", devices=1, **changes):
     cfg = make_config(root, **changes)
-    placed = placement.place(strategy, recipes.reader_bytes(cfg), devices=jax.devices()[:devices])
-    recipe = recipes.make(cfg, placed)
-    assert isinstance(recipe, CacheWire)
-    return recipe
+    return CacheWire(cfg, tiny.place(cfg, strategy, devices=devices))
 
 
 @pytest.fixture(scope="module")

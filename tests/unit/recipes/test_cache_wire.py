@@ -22,8 +22,7 @@ from lw_jax.inference.export import MOST_CACHE_BYTES
 from lw_jax.models import cache_code, cache_codec, cache_message
 from lw_jax.recipes import cache_start
 from lw_jax.recipes.cache_wire import CacheWire
-from lw_jax.training import run_folder, wire_tensors
-from sharding import placement
+from lw_jax.training import wire_tensors
 from tests import tiny
 
 CACHE = {
@@ -49,10 +48,8 @@ def make_config(root, **changes):
 @pytest.fixture(scope="module")
 def run(root, tmp_path_factory):
     """The folder of a started run, and what it printed."""
-    folder, cfg = tmp_path_factory.mktemp("cache"), make_config(root)
-    run_folder.write_workdir(folder, cfg=cfg, base={}, command=["test"])
-    assert train.main(cfg, folder) == 0
-    return folder, cfg
+    cfg = make_config(root)
+    return tiny.train_in(tmp_path_factory.mktemp("cache"), cfg), cfg
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +170,7 @@ def test_half_of_the_texts_weigh_at_all_positions_and_half_at_the_ratio():
 
 def test_a_start_goes_without_held_out_texts_that_are_too_long(root, monkeypatch):
     cfg = make_config(root, encoder__width=8, encoder__texts=16, encoder__ratio=1, data__overlong="drop")
-    recipe = CacheWire(cfg, placement.place("single", recipes.reader_bytes(cfg)))
+    recipe = CacheWire(cfg, tiny.place(cfg))
     first_held_out = 7  # of one in eight
     examples = [
         Example("", f"Card {n}: a bell.{' It rings.' * 2000 * (n == first_held_out)}", QUESTION, ("bell",))
@@ -259,7 +256,7 @@ def test_an_exported_wire_has_a_card_with_hashes_and_what_it_weighs(exported):
 def test_the_widths_whose_pair_is_below_32_mb(width, fits):
     cfg = config.build(pair.get_config())
     cfg = dataclasses.replace(cfg, encoder=dataclasses.replace(cfg.encoder, width=width))
-    recipe = CacheWire(cfg, placement.place("single", recipes.reader_bytes(cfg)), outline=True)
+    recipe = CacheWire(cfg, tiny.place(cfg), outline=True)
     size = sum(wire_tensors.part_bytes(recipe.abstract().trainable, "int8").values())
     assert (size <= MOST_CACHE_BYTES) == fits
 
@@ -330,16 +327,9 @@ def other_readers(tmp_path_factory):
     folders = {name: tmp_path_factory.mktemp(name) for name in ("window", "long")}
     tiny_models.make(folders["window"], "phi3", sliding_window=LIMIT)
     tiny_models.make(folders["long"], "phi3", rope_parameters=long, original_max_position_embeddings=LIMIT)
-    changes: dict[str, Any] = CACHE | {
-        "encoder__width": 1000,
-        "encoder__texts": 16,
-        "data__context_tokens": 96,
-        "message__bytes": 180,
-    }
-    cfg = tiny.make_config(folders["long"], models=folders, **changes)
-    recipe = CacheWire(cfg, placement.place("single", recipes.reader_bytes(cfg)))
-    weights = recipe.build()
-    return CodedWire(recipe, weights.trainable, weights.frozen, 0)
+    changes: dict[str, Any] = CACHE | {"encoder__width": 1000, "encoder__texts": 16}
+    changes |= {"data__context_tokens": 96, "message__bytes": 180}
+    return tiny.make_wire(folders["long"], models=folders, **changes)
 
 
 @pytest.mark.slow

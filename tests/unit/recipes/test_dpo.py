@@ -14,7 +14,6 @@ from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
 from lw_jax.data import question_cards
 from lw_jax.models import decoder, lora
-from lw_jax.training.step_spec import StepSpec
 from sharding import mesh as meshes
 from sharding import placement
 from tests import tiny
@@ -149,25 +148,14 @@ def test_loss_is_of_the_named_kind_with_the_sft_term_beside_it(root):
 
 
 @pytest.mark.slow
-def test_accumulation_and_devices_give_the_same_step(root):
-    def curve(recipe, micro):
-        program = StepSpec(recipe.cfg, recipe)
-        built = recipe.build()
-        state = {"trainable": built.trainable, "opt_state": program.optimizer.init(built.trainable)}
-        state["step"] = jnp.zeros((), jnp.int32)
-        accumulation, losses = program.accumulation(micro), []
-        for number in range(3):
-            batch = program.put(batch_of(recipe, number), accumulation)
-            state, values = program.step(state, built.frozen, batch)
-            losses.append(float(values["loss"]))
-        return losses
-
-    wanted = curve(make(root, lora__dropout=0.5), 8)
-    assert wanted[2] < wanted[0]
+def test_accumulation_and_devices_give_the_same_curve(root, tmp_path):
+    dropped = {"lora__dropout": 0.5, "train__steps": 3, "train__eval_every": 0}
+    wanted = tiny.unsaved_curve(make(root, **dropped), tmp_path / "one")
+    assert wanted[1][2] < wanted[1][0]
     for devices, micro in ((2, 4), (3, 2)):  # of each device; 3 do not divide the batch
         mesh = meshes.make(data=devices, model=1, devices=jax.devices()[:devices])
-        found = curve(make(root, lora__dropout=0.5, mesh=mesh), micro)
-        np.testing.assert_allclose(found, wanted, rtol=SAME, err_msg=f"{micro} on each of {devices}")
+        recipe = make(root, mesh=mesh, train__micro_batch=micro, **dropped)
+        tiny.assert_same_curve(tiny.unsaved_curve(recipe, tmp_path / str(devices)), wanted)
 
 
 def test_dropout_is_drawn_in_training_and_off_in_validation(root):

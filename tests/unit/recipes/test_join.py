@@ -4,16 +4,14 @@ import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.recipes import join
-from lw_jax.training import checkpoint, run_folder
+from lw_jax.training import checkpoint
 from tests import tiny
 
 
 @pytest.fixture(scope="module")
 def folder(root, tmp_path_factory):
     """The folder of a run that has not saved anything yet."""
-    at = tmp_path_factory.mktemp("run")
-    run_folder.write_workdir(at, cfg=tiny.make_config(root), base={}, command=["test"])
-    return str(at)
+    return str(tiny.start_folder(tmp_path_factory.mktemp("run"), tiny.make_config(root)))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """lw_jax/recipes/latentwire.py: what learns when, what is not even differentiated, how latents are sent."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +9,7 @@ import pytest
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT
 from lw_jax.models import codec
-from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import optimizers, trainer, validation_loop
-from lw_jax.training.step_spec import StepSpec
-from sharding import place, placement
 from sharding.rules import path_of
 from tests import tiny
 
@@ -69,22 +64,18 @@ def test_frozen_body_costs_no_gradient(root, bodies):
 
 
 def test_stage_of_adapters_alone_has_no_gradient_of_the_encoder_in_step_norm_or_moments(root):
-    cfg = tiny.make_config(root, **STAGES, train__steps=4, optim__clip_norm=1e9)
-    cfg = dataclasses.replace(cfg, llms={"llama": cfg.llms["llama"]})
-    recipe = LatentWire(cfg, placement.place("single", {"llama": 1}))
-    program, built, data_schedule = StepSpec(recipe.cfg, recipe), recipe.build(), recipe.data_schedule()
-    state = {"trainable": built.trainable, "step": jnp.zeros((), jnp.int32)}
-    state["opt_state"] = program.optimizer.init(built.trainable)
-    batch = data_schedule.batch(0, global_batch=8, seed=0, share=slice(0, 8))
-    assert batch["source"]["frozen"].parts == ("body", "head")
+    recipe = tiny.make_recipe(root, only="llama", **STAGES, train__steps=4, optim__clip_norm=1e9)
+    data_schedule = recipe.data_schedule()
+    rows = data_schedule.batch(0, global_batch=8, seed=0, share=slice(0, 8))
+    assert rows["source"]["frozen"].parts == ("body", "head")
+    program, state, frozen, batch = tiny.start_step(recipe, rows)
     (later,) = (one for one in data_schedule.shapes() if one["readers"]["llama"]["task"].name == "answer")
     assert "frozen" not in later["source"], "what is planned is the stage that trains all"
 
     def lower(batch):
-        (part,) = program.step.lower(state, built.frozen, batch).values()
+        (part,) = program.step.lower(state, frozen, batch).values()
         return part.lowered
 
-    batch = place.put_batch(batch, recipe.placement.learner, accumulation=1)
     whole = batch | {"source": {key: leaf for key, leaf in batch["source"].items() if key != "frozen"}}
     align = lower(batch)
     saved = lower(whole).cost_analysis()["flops"] - align.cost_analysis()["flops"]
@@ -92,11 +83,11 @@ def test_stage_of_adapters_alone_has_no_gradient_of_the_encoder_in_step_norm_or_
     def latents(trainable):
         return jnp.sum(recipe.share(trainable, jax.tree.map(lambda leaf: leaf[0], whole["source"]), jax.random.key(0)))
 
-    forward = jax.jit(latents).lower(built.trainable).cost_analysis()["flops"]
+    forward = jax.jit(latents).lower(state["trainable"]).cost_analysis()["flops"]
     assert saved > 1.8 * forward, "the backward pass, twice the forward one, is not in the step"
 
-    before = jax.tree.map(np.asarray, built.trainable["encoder"])
-    state, values = align.compile()(state, built.frozen, batch)
+    before = jax.tree.map(np.asarray, state["trainable"]["encoder"])
+    state, values = align.compile()(state, frozen, batch)
     jax.tree.map(np.testing.assert_array_equal, state["trainable"]["encoder"], before)
     found = [(path_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state["opt_state"])]
     moments = [leaf for path, leaf in found if "encoder/" in path]

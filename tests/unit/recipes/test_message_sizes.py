@@ -10,7 +10,6 @@ import pytest
 from lw_jax.data.batches import other_examples
 from lw_jax.data.prompt_tokens import count_slots
 from lw_jax.evals import control_rows, quality_curve
-from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.models import codec
 from tests import tiny
@@ -69,18 +68,10 @@ def test_passages_have_the_encoder_s_ratio_and_questions_one_that_is_drawn(recip
     np.testing.assert_array_equal(half["source"]["channel"], batches[9]["source"]["channel"][4:])
 
 
-class Recorder(WireFunctions):
-    """Records every prompt's latents and channel."""
-
-    def prompt_from_latents(self, trainable, params, fields, latents, name):
-        self.seen.append((np.asarray(fields["channel"]), np.asarray(latents)))
-        return super().prompt_from_latents(trainable, params, fields, latents, name)
-
-
 @pytest.fixture(scope="module")
 def measured(recipe, built):
     """(bench, options, what was measured, the prompts of messages)."""
-    recorder = Recorder(recipe.wire, recipe.placement)
+    recorder = tiny.Recorder(recipe.wire, recipe.placement)
     recorder.seen = []
     bench = dataclasses.replace(tiny.make_bench(recipe, built), functions=recorder)
     options = dataclasses.replace(

@@ -13,7 +13,6 @@ from lw_jax.hub import weights
 from lw_jax.models import ttt
 from lw_jax.recipes.ttt import TTT
 from lw_jax.training import trainer
-from sharding import placement
 from tests import tiny
 
 pytestmark = pytest.mark.slow
@@ -65,12 +64,6 @@ def each_nll(recipe, params, ids, rate=None):
     """Cross-entropy of every target, by the book."""
     logits = ttt.logits(params, recipe.model, ttt.forward(params, recipe.model, ids[:, :-1], rate=rate).hidden)
     return -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), np.asarray(ids)[:, 1:, None], axis=2)[..., 0]
-
-
-def check_gradients(ours, theirs):
-    ours, theirs = tree.flatten_paths(ours), tree.flatten_paths(theirs)
-    for path, wanted in theirs.items():
-        np.testing.assert_allclose(ours[path], wanted, atol=GRADIENT * float(jnp.abs(wanted).max()), err_msg=path)
 
 
 # --- the loss ---
@@ -148,7 +141,7 @@ def test_loss_and_gradients_are_the_same_however_they_are_computed(name, root, r
     loss, gradients = jax.jit(jax.value_and_grad(lambda p: mean_of(own, p, batch)))(filled)
     wanted, expected = jax.jit(jax.value_and_grad(lambda p: mean_of(recipe, p, batch)))(params)
     assert float(loss) == pytest.approx(float(wanted), rel=SAME)
-    check_gradients(gradients, ttt.fill_tables(own.model, expected))
+    tiny.assert_near_trees(gradients, ttt.fill_tables(own.model, expected), GRADIENT)
 
 
 # --- segments ---
@@ -176,7 +169,7 @@ def test_segments_are_one_text_in_values_and_stop_the_gradient_between(root, rec
 
     wanted, expected = jax.jit(jax.value_and_grad(by_hand))(params)
     assert float(loss) == pytest.approx(float(wanted), rel=SAME)
-    check_gradients(gradients, expected)
+    tiny.assert_near_trees(gradients, expected, GRADIENT)
     through = jax.jit(jax.grad(lambda p: mean_of(whole, p, batch)))(params)
     gap = jnp.abs(through["layers"]["w1"] - expected["layers"]["w1"]).max() / jnp.abs(expected["layers"]["w1"]).max()
     assert float(gap) > 10 * GRADIENT, "the cut must matter"
@@ -218,8 +211,7 @@ def test_plan_needs_neither_text_nor_tokenizer_where_the_vocabulary_is_named(roo
     cfg = tiny.make_ttt_config(
         root, data__train="/not/there", ttt__tokenizer="nobody/nothing", ttt__vocab=999, ttt__segments=3
     )
-    placed = placement.place("replicate", recipes.reader_bytes(cfg), devices=jax.devices()[:2])
-    outline = TTT(cfg, placed, outline=True)
+    outline = TTT(cfg, tiny.place(cfg, "replicate", devices=2), outline=True)
     assert outline.model.vocab == 999 and recipes.reader_bytes(cfg) == {"lm": 0}
     widths = outline.batch_widths()["readers"]["lm"]
     assert widths["ids"].shape == (37,) and outline.unit == ("tokens", 36)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from sharding import mesh as meshes
 from sharding import rules
 from sharding.errors import PlacementError
-from sharding.tables import TRAINABLE, reader_table
+from sharding.tables import reader_table
 
 TREE = {
     "encoder": {"kernel": np.zeros((4, 6)), "gain": np.zeros(6)},
@@ -140,16 +140,6 @@ def test_reader_tables_are_total_and_live_for_every_family(family, placement, pr
         assert not ("layers/" in path and spec and spec[0]), f"{path}: the layer axis is split"
 
 
-def test_tensor_table_splits_heads_ffn_and_vocabulary():
-    placed = specs(rules.shardings(reader_table("tensor"), FAMILIES["qwen"], mesh_of(1, 2), name="t"))
-    tree = rules.match([(".*", 0)], FAMILIES["qwen"], name="t")
-    assert set(placed) == {rules.path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
-    assert placed["embed"] == placed["head"] == P("model")
-    assert placed["layers/q"] == placed["layers/k"] == placed["layers/k_bias"] == P(None, "model")
-    assert placed["layers/o"] == placed["layers/down"] == P(None, None, "model")
-    assert placed["layers/gate"] == P(None, "model")
-
-
 def test_tensor_table_keeps_heads_whole_that_do_not_divide_but_splits_the_mlp():
     tree = reader(tied=True, biases=True, heads=7, kv_heads=1, vocab=29)
     placed = specs(rules.shardings(reader_table("tensor"), tree, mesh_of(1, 2), name="t"))
@@ -158,15 +148,6 @@ def test_tensor_table_keeps_heads_whole_that_do_not_divide_but_splits_the_mlp():
     assert placed["embed"] == P(None, "model")
 
 
-def test_tensor_table_refuses_an_ffn_that_does_not_divide():
-    with pytest.raises(PlacementError, match=r"layers/(gate|up|down) .*\(21\) does not divide mesh axis model=2"):
-        rules.shardings(reader_table("tensor"), reader(tied=True, biases=False, ffn=21), mesh_of(1, 2), name="t")
-
-
 def test_unknown_placement_is_refused_naming_the_choices():
     with pytest.raises(PlacementError, match="'split' is not one of replicate, fsdp, tensor"):
         reader_table("split")
-
-
-def test_trainables_are_whole_everywhere():
-    assert set(specs(rules.shardings(TRAINABLE, TREE, mesh_of(4, 2), name="t")).values()) == {P()}

@@ -27,18 +27,14 @@ SITE = cluster_profile.Site(
 )
 
 
-@pytest.mark.parametrize("key", ["partition", "account", "qos", "constraint"])
-@pytest.mark.parametrize(
-    "value", ["gpu\n#SBATCH --account=other", "gpu\n", "a b", 'g"pu', "g'pu", "g#pu", "g\\pu", "$(id)"]
-)
-def test_word_that_could_leave_its_directive_is_refused(key: str, value: str) -> None:
-    with pytest.raises(UserError, match=key):
-        cluster_profile.Site(**{key: value})
+# Words that could leave their directive.
+WORDS = ["gpu\n#SBATCH --account=other", "gpu\n", "a b", 'g"pu', "g'pu", "g#pu", "g\\pu", "$(id)"]
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
+        *((key, word) for key in ("partition", "account", "qos", "constraint") for word in WORDS),
         ("gpus", "--gpus-per-node=4"),
         ("gpus", "--gpus-per-node={count} --exclusive"),
         ("gpus", "--gres=gpu:h100:{count}\n"),

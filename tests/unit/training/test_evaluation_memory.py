@@ -16,8 +16,6 @@ from lw_jax.training import evaluation_memory, memory, trainer
 from lw_jax.training.checkpoint import Checkpointer
 from lw_jax.training.evaluation_memory import Pass
 from lw_jax.training.memory_limit import MemoryLimit
-from lw_jax.training.step_spec import StepSpec
-from sharding import placement as placements
 from tests import tiny
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -27,13 +25,6 @@ ROOM = MemoryLimit(10**12, 1.0)
 COMPILED = {("single", 1, 64): 2.393e9, ("single", 1, 256): 7.634e9, ("tensor", 2, 64): 2.427e9}
 NEAR = 0.25
 TINY = (0.3, 2.0)  # of the compiled bytes beside the weights, of tiny models on a CPU
-
-
-def make_program(cfg, strategy="single", devices=1, stands_for="") -> StepSpec:
-    model = devices if strategy == "tensor" else 1
-    placed = placements.place(strategy, recipes.reader_bytes(cfg), model=model, devices=jax.devices()[:devices])
-    placed = dataclasses.replace(placed, stands_for=stands_for)
-    return StepSpec(cfg, recipes.make(cfg, placed, outline=True))
 
 
 def peak(one: Pass | None, rows: int) -> int:
@@ -50,14 +41,13 @@ def test_working_memory_is_near_what_is_compiled(asked):
     strategy, devices, batch = asked
     whole = config.to_dict(config.build(large.get_config()))
     whole["compute"]["remat"] = "none"
-    found = evaluation_memory.validation(make_program(config.build(whole), strategy, devices, stands_for="gpu")).trace(
-        batch
-    )
+    program = tiny.outline(config.build(whole), strategy, devices, stands_for="gpu")
+    found = evaluation_memory.validation(program).trace(batch)
     assert max(found.values()) == pytest.approx(COMPILED[asked], rel=NEAR)
 
 
 def test_a_batch_that_does_not_fit_is_told_with_the_one_that_does(root):
-    one = evaluation_memory.validation(make_program(with_batch(tiny.make_config(root), 48), "replicate", 4))
+    one = evaluation_memory.validation(tiny.outline(with_batch(tiny.make_config(root), 48), "replicate", 4))
     three, twelve = peak(one, 3), peak(one, 12)
     found = evaluation_memory.of(one, MemoryLimit(three, 1.0))
     wanted = (48, twelve, False, 12, False)
@@ -72,7 +62,7 @@ def test_a_plan_and_a_run_say_so(root):
     cfg = with_batch(
         tiny.make_config(root, train__micro_batch=1, mesh__placement="single", compute__dtype="fp32"), 4096
     )
-    program = make_program(cfg)
+    program = tiny.outline(cfg)
     limit = peak(evaluation_memory.validation(program), 1024)
     mesh = dataclasses.replace(cfg.mesh, memory_gb=limit / 1e9 + 1e-6, target_utilisation=1.0)
     cfg = dataclasses.replace(cfg, mesh=mesh)
@@ -87,7 +77,7 @@ def test_a_plan_and_a_run_say_so(root):
 @pytest.mark.parametrize("make", [tiny.make_config, tiny.make_ttt_config])
 def test_a_held_out_batch_has_the_planned_shapes_but_for_its_lengths(make, root):
     cfg = make(root)
-    recipe = recipes.make(cfg, placements.place("single", recipes.reader_bytes(cfg)))
+    recipe = recipes.make(cfg, tiny.place(cfg))
     recipe.build()
     batch = next(iter(eval_batches(recipe.validation()[0][1], 4)))
     batch.pop("valid")
@@ -105,7 +95,7 @@ def test_a_held_out_batch_has_the_planned_shapes_but_for_its_lengths(make, root)
     ("strategy", "devices", "kind"), [("single", 1, "kv"), ("tensor", 2, "embeddings"), ("split", 2, "kv")]
 )
 def test_traced_generation_is_near_what_is_compiled(strategy, devices, kind, root):
-    program = make_program(tiny.make_config(root, eval__batch=64, adapter__kind=kind), strategy, devices)
+    program = tiny.outline(tiny.make_config(root, eval__batch=64, adapter__kind=kind), strategy, devices)
     one = generation(program)
     assert one is not None
     guess = evaluation_memory.of(one, ROOM)
@@ -121,7 +111,7 @@ def test_a_limit_that_only_evaluation_breaks_refuses_the_candidate(root):
     own = {"mesh__placement": "single", "train__micro_batch": 1, "compute__remat": "none"}
     own["compute__dtype"] = "fp32"  # on every platform
     long = tiny.make_config(root, data__context_tokens=4096, eval__batch=1, **own)
-    needed = peak(generation(make_program(long)), 1)
+    needed = peak(generation(tiny.outline(long)), 1)
 
     def planned(cfg, limit):
         mesh = dataclasses.replace(cfg.mesh, memory_gb=limit / 1e9, target_utilisation=1.0)
@@ -134,6 +124,6 @@ def test_a_limit_that_only_evaluation_breaks_refuses_the_candidate(root):
     taken = planned(long, needed + 1)
     assert taken.chosen and taken.generation.fits and not taken.generation.compiled
     many = dataclasses.replace(long, eval=dataclasses.replace(long.eval, batch=64))
-    fewer = planned(many, peak(generation(make_program(many)), 64) - 1)
+    fewer = planned(many, peak(generation(tiny.outline(many)), 64) - 1)
     assert fewer.chosen and not fewer.generation.fits and 1 <= fewer.generation.largest < 64
     assert f"--config.eval.batch={fewer.generation.largest}" in plan_tables.report(fewer)

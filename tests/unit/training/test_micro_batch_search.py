@@ -6,7 +6,6 @@ import random
 import types
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from lw_jax.training import memory, memory_limit, micro_batch_search, out_of_memory
@@ -14,7 +13,6 @@ from lw_jax.training.memory import StepMemory
 from lw_jax.training.memory_limit import MemoryLimit
 from lw_jax.training.step_spec import StepSpec
 from lw_jax.training.train_step import Part
-from sharding import place
 from tests import tiny
 
 pytestmark = pytest.mark.slow
@@ -101,25 +99,6 @@ def test_users_smaller_share_of_the_card_is_not_exceeded(memory_gb, usable, root
     assert room is not None and abs(room.usable - usable) <= 1
 
 
-# Bytes by hand, fp32: llama has 2 layers of width 48, 4 + 2 heads of 10, ffn 72, vocabulary 352 and a head of its own;
-# qwen has 3 of width 56, 8 + 4 heads of 6 with biases, ffn 88, vocabulary 320.
-NORMS = {"llama": 4 * (2 * 2 * 48 + 48), "qwen": 4 * (3 * 2 * 56 + 56)}
-BIASES = 4 * 3 * (8 + 4 + 4) * 6
-MATRICES = {
-    "llama": 4 * (2 * 352 * 48 + 2 * 48 * (2 * 4 * 10 + 2 * 2 * 10 + 3 * 72)),
-    "qwen": 4 * (320 * 56 + 3 * 56 * (2 * 8 * 6 + 2 * 4 * 6 + 3 * 88)),
-}
-WHOLE = {name: NORMS[name] + MATRICES[name] for name in NORMS} | {"qwen": NORMS["qwen"] + MATRICES["qwen"] + BIASES}
-PLACED = {
-    "replicate": ({"devices": 2}, sum(WHOLE.values())),
-    "tensor": ({"devices": 2, "model": 2}, (sum(MATRICES.values()) + BIASES) // 2 + sum(NORMS.values())),
-    "fsdp": (
-        {"devices": 4, "strategy": "fsdp"},
-        # q, k and v are split along the width, biases and norms are whole
-        sum(MATRICES.values()) // 4 + BIASES + sum(NORMS.values()),
-    ),
-    "split": ({"devices": 2, "strategy": "split"}, WHOLE["llama"]),  # what learns makes llama's device the fuller
-}
 COUNTERS = 3 * 4  # beside Adam's two moments: its own count, the schedule's and that of the stages' multiples
 # One example: encoder ids and mask, channel, index; of each reader before, after, the answer's inputs, targets and
 # weights, channel.
@@ -136,18 +115,15 @@ def weightless(lowered):
     return types.SimpleNamespace(memory_analysis=lambda: nothing)
 
 
-@pytest.mark.parametrize("name", PLACED)
-def test_bytes_that_stay_on_a_device_are_those_counted_by_hand(name, root):
-    where, weights = PLACED[name]
-    program = make_program(root, **where)
+@pytest.mark.parametrize(("strategy", "readers"), [("replicate", 2), ("split", 1)])
+def test_bytes_that_stay_on_a_device_are_those_counted_by_hand(strategy, readers, root):
+    program = make_program(root, devices=2, strategy=strategy)
     found = memory.measure(program, program.recipe.batch_widths(), 1, compile=weightless)
     learned = sum(4 * math.prod(leaf.shape) for leaf in jax.tree.leaves(program.recipe.abstract().trainable))
     rows = 8 // program.placement.data
-    assert found.weights == weights
-    assert found.trainable == learned
-    assert found.optimizer == 2 * learned + COUNTERS
-    assert found.batch == rows * (EXAMPLE + READER * (1 if name == "split" else 2))
-    assert found.micro_batch == rows
+    assert found.weights == program.frozen_bytes()[program.placement.learner]
+    assert (found.trainable, found.optimizer) == (learned, 2 * learned + COUNTERS)
+    assert (found.batch, found.micro_batch) == (rows * (EXAMPLE + READER * readers), rows)
 
 
 @pytest.fixture(scope="module")
@@ -209,23 +185,17 @@ class Watch:
 def test_peak_of_readers_apart_is_what_is_alive_while_they_run(root):
     # Adapters of 12 MB, so that gradients kept between micro-batches would be missed.
     program = make_program(root, devices=2, strategy="split", train__global_batch=6, adapter__hidden=20_011)
-    recipe, step = program.recipe, program.step
-    encoded = recipe.data("train")
-    widths = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), encoded.collate(range(6)))
+    rows = program.recipe.data("train").collate(range(6))
+    widths = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), rows)
     found = memory.measure(program, widths, 3)
     for index, device in enumerate(jax.devices()[:2]):
         watch = Watch(found.programs, device)
-        built = recipe.build()
-        zero = place.replicate(jnp.int32(0), program.placement.learner)
-        state = {"trainable": built.trainable, "opt_state": program.optimizer.init(built.trainable), "step": zero}
-        batch = place.put_parts(
-            encoded.collate(range(6)), program.placement, functools.partial(place.put_batch, accumulation=3)
-        )
+        own, state, frozen, batch = tiny.start_step(program.recipe, rows, accumulation=3)
         with pytest.MonkeyPatch.context() as patch:
             for name in ("share", "branch", "pull", "update"):
-                patch.setattr(step, f"_{name}", watch.wrap(getattr(step, f"_{name}"), name))
-            state, values = step(state, built.frozen, batch)
-            del built, batch
+                patch.setattr(own.step, f"_{name}", watch.wrap(getattr(own.step, f"_{name}"), name))
+            state, values = own.step(state, frozen, batch)
+            del frozen, batch
         jax.block_until_ready(values)
         assert watch.peak * (1 - UNDER) <= found.by_mesh[index] <= watch.peak * (1 + OVER)
         del state, values

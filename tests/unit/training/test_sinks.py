@@ -17,7 +17,7 @@ from lw_jax.commands import train
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.core.process_start import REQUEUE
-from lw_jax.training import metrics, run_folder, sinks
+from lw_jax.training import metrics, sinks
 from tests import tiny
 
 BOTH = ("wandb", "mlflow")
@@ -251,8 +251,7 @@ def test_mlflow_store_holds_every_row_once(tmp_path, monkeypatch):
 def test_run_sends_every_row_of_its_log_over_a_restart(libraries, tmp_path, capsys):
     changes = {"mesh__placement": "single", "train__log_to": BOTH, "train__eval_every": 2}
     cfg = tiny.make_ttt_config(tmp_path, **changes)
-    workdir = tmp_path / "run"
-    run_folder.write_workdir(workdir, cfg=cfg, base={}, command=["test"])
+    workdir = tiny.start_folder(tmp_path / "run", cfg)
     stop = iter([False, False, False, True])
 
     class Stopped:

@@ -26,7 +26,6 @@ from lw_jax.models import codec
 from lw_jax.recipes import join
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import run_folder, wire_folder, wire_tensors
-from sharding import placement
 from tests import fake_hub, runs, tiny
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -63,10 +62,6 @@ def exported(trained, tmp_path_factory):
     for dtype, at in found.items():
         assert tiny.call("export", wire.recipe.cfg, folder, wire=str(at), dtype=dtype) == 0
     return found
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("chosen", PLACEMENTS)
@@ -236,7 +231,7 @@ def test_readers_that_are_not_named_are_not_needed(exported, trained, tmp_path, 
 
 
 def test_verbs_read_it_and_write_nothing_into_it(exported, tmp_path, capsys):
-    folder, before = exported["fp32"], contents(exported["fp32"])
+    folder, before = exported["fp32"], tiny.contents(exported["fp32"])
     refused = [["report"], ["eval"], ["train", "--config", str(ROOT / "configs/smoke.py")], ["export", "--wire", "x"]]
     refused += [["eval", "--out", str(exported["int8"])], ["plan"], ["bench"], ["generate", "--prompt", "x"]]
     for verb in refused:
@@ -254,15 +249,14 @@ def test_verbs_read_it_and_write_nothing_into_it(exported, tmp_path, capsys):
     found = json.loads((out / "eval.json").read_text("utf-8"))
     assert (found["step"], found["validation"]) == (2, "cards")
     assert not (out / "bytes.csv").exists(), "of an earlier evaluation with a curve"
-    assert contents(folder) == before
+    assert tiny.contents(folder) == before
 
 
 def test_encoder_of_a_wire_folder_is_taken_with_its_own_body_alone(root, trained, exported, tmp_path):
     cfg = make(root, only="qwen", encoder__run=str(exported["fp32"]), adapter__hidden=16)
     assert join.read_config(cfg).encoder.slots == cfg.encoder.slots
-    recipe = LatentWire(cfg, placement.place("single", {"qwen": 1}, model=1, devices=jax.devices()[:1]))
-    own = trained[1].trainable["encoder"]
-    jax.tree.map(np.testing.assert_array_equal, recipe.build().trainable["encoder"], own)
+    found = LatentWire(cfg, tiny.place(cfg)).build().trainable
+    tiny.assert_equal_trees(found["encoder"], trained[1].trainable["encoder"])
     other = make(
         root, encoder__run=str(exported["fp32"]), encoder__source=str(tiny.write_reader(tmp_path, "llama", seed=1))
     )
@@ -285,7 +279,7 @@ def test_export_says_where_a_large_wire_has_its_bytes_and_replaces_wires_only(tr
 
 
 def test_export_that_fails_leaves_the_wire_that_is_there(trained, exported, tmp_path, monkeypatch):
-    folder, before = shutil.copytree(exported["fp32"], tmp_path / "wire"), contents(exported["fp32"])
+    folder, before = shutil.copytree(exported["fp32"], tmp_path / "wire"), tiny.contents(exported["fp32"])
     given = {"wire": str(folder), "dtype": "int8"}
 
     def refuse(*_, **__):
@@ -294,9 +288,9 @@ def test_export_that_fails_leaves_the_wire_that_is_there(trained, exported, tmp_
     with monkeypatch.context() as patch, pytest.raises(UserError, match="No space"):
         patch.setattr(tensor_files, "save_file", refuse)
         tiny.call("export", trained[1].recipe.cfg, trained[0], **given)
-    assert contents(folder) == before
+    assert tiny.contents(folder) == before
     assert tiny.call("export", trained[1].recipe.cfg, trained[0], **given) == 0
-    assert wire_folder.read(folder).dtype == "int8" and contents(folder).keys() == before.keys()
+    assert wire_folder.read(folder).dtype == "int8" and tiny.contents(folder).keys() == before.keys()
 
 
 # --- the hub
@@ -316,7 +310,7 @@ def test_wire_goes_to_the_hub_and_every_door_takes_it_from_there(root, trained, 
     for licence in ("mit", "apache-2.0"):
         assert run.main([*given, "--push", "owner/wire", "--license", licence]) == 0
         assert hub.names("owner/wire")[-1] in capsys.readouterr().out
-    own = contents(tmp_path / "own")
+    own = tiny.contents(tmp_path / "own")
     assert hub.repositories["owner/wire"][-1] == own and hub.private == {"owner/wire"}
     card = ModelCard(own["README.md"].decode())
     assert (card.data.license, card.data.license_name) == ("apache-2.0", None)

@@ -1,19 +1,16 @@
 """Commands as a user runs them: real processes, XLA's usual optimizations, readers made on the way."""
 
+import importlib.metadata
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
-from lw_jax.core import runtime
-from tests import tiny
-
-PROJECT = Path(__file__).resolve().parent.parent.parent
+PROJECT = Path(__file__).resolve().parents[1]
 
 
 def start(*argv: str, cwd: Path, **kwargs) -> subprocess.CompletedProcess[str]:
@@ -69,6 +66,22 @@ def quick_environment(devices: int) -> dict[str, str]:
     return os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(PROJECT)}
 
 
+def need_compiler() -> None:
+    """Skips a test that compiles for GPUs where nothing can."""
+    if not any(importlib.metadata.distributions(name="jax-cuda12-plugin")):
+        pytest.skip("needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 as a compiler")
+
+
+def compile_for_absent_gpus(code: str, **environ: str) -> list[Any]:
+    """Runs Python code in a process of its own; returns its lines of JSON."""
+    need_compiler()
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"} | environ
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("[", "{"))]
+
+
 QUESTION = ["--question", "Where does Mara Ellis live?"]
 TEXT = "Mara Ellis lives in Lisbon."
 
@@ -83,23 +96,3 @@ TINY = (
     "--config.selfmade.steps=2 --config.optim.warmup_steps=1 --config.train.steps=4 --config.train.global_batch=32 "
     "--config.train.micro_batch=8 --config.train.log_every=1 --config.compute.dtype=fp32 --config.eval.examples=16"
 ).split()
-
-
-@pytest.mark.slow
-def test_sigterm_saves_and_the_same_command_resumes(tmp_path: Path) -> None:
-    argv = ["--config", str(PROJECT / "configs" / "smoke.py"), *TINY, "--config.train.steps=60", "--workdir"]
-    command = [sys.executable, "-u", str(PROJECT / "run.py"), *argv, "w"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=quick_environment(1)
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("step 3/60"):
-                process.send_signal(signal.SIGTERM)
-        assert process.wait() == runtime.REQUEUE
-    saved = max(int(path.name) for path in (tmp_path / "w" / "checkpoints").iterdir())
-    both = {"resumed": [*argv, "w"], "unbroken": [*argv, "u"]}
-    done = start_several(both, cwd=tmp_path, environ=quick_environment(1))
-    assert [code for code, _, _ in done.values()] == [0, 0]
-    assert f"from step {saved}" in done["resumed"][1] and "from step" not in done["unbroken"][1]
-    np.testing.assert_allclose(tiny.logged_losses(tmp_path / "w"), tiny.logged_losses(tmp_path / "u"), rtol=1e-5)
