@@ -173,8 +173,7 @@ def test_auto_is_bf16_where_the_processor_has_products_for_it(monkeypatch, flags
     monkeypatch.setenv("XLA_FLAGS", limit)
     assert precision.bf16_instructions() == wanted
     assert precision.of("auto", "cpu") == (BF16 if wanted else precision.FP32)
-    assert precision.of("auto", "gpu") == precision.FP32
-    assert precision.of("bf16", "gpu") == ("bfloat16", "bfloat16")
+    assert precision.of("auto", "gpu") == precision.of("bf16", "gpu") == ("bfloat16", "bfloat16")
     assert precision.of_reader("bf16", "fp32", "cpu") == BF16
 
 
