@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax.models import decoder
+from lw_jax.models import decoder, quant
 from tests import tiny
 
 FP32 = 1e-4  # logits of unit size, matmuls at "highest": no TF32, other order of sums
+EIGHT_BITS = 0.01  # root mean square, of the products' size: few of equal rows are rounded the other way
 BF16 = 0.05  # root mean square, of the logits' size
 LENGTH = 23
 
@@ -37,6 +38,22 @@ def test_fp32_logits_of_the_card_equal_the_cpus(case):
     with jax.default_matmul_precision("highest"):
         card, host = (logits(jax.devices(kind)[0], *case, "float32") for kind in ("cuda", "cpu"))
     np.testing.assert_allclose(card, host, atol=FP32 * host.std())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["w8a8", "fp8"])
+def test_products_in_8_bits_of_the_card_equal_the_cpus(kind):
+    x, matrix = (
+        np.random.default_rng(0).standard_normal(shape).astype(np.float32) for shape in ((2, 64, 96), (32, 96))
+    )
+
+    def run(device):
+        own = jax.device_put((x, jax.device_get(quant.pack(matrix, kind))), device)
+        y, back = jax.vjp(lambda x: quant.multiply(x, own[1]), own[0])
+        return jax.device_get((y, back(y)[0]))
+
+    for card, host in zip(*(run(jax.devices(name)[0]) for name in ("cuda", "cpu")), strict=True):
+        assert np.sqrt(np.mean((card - host) ** 2)) < EIGHT_BITS * host.std()
 
 
 @pytest.mark.gpu
