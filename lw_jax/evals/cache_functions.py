@@ -175,6 +175,11 @@ def steps_of(code: Tree, rows: int, ratio: int) -> np.ndarray:
     return np.full(rows, code["step"][ratio - 1], np.float32)
 
 
+def is_fitted(code: Tree, ratio: int) -> bool:
+    """Returns whether messages at a ratio have fitted values and biases."""
+    return bool(code["fitted"][ratio - 1])
+
+
 def sizes_of(code: Tree, width: int, ratio: int) -> Sizes:
     """Returns how many keys each head has of a text of at most `width` tokens."""
     count = count_kept(code, np.array([width]), ratio)[:, 0]

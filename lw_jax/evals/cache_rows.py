@@ -121,7 +121,7 @@ class CacheBench:
     def prompts(self, fields: Mapping[str, Any], name: str, rows: Sequence[str]) -> dict[str, RowPrompt]:
         """Returns each row's prompt; a text is read once for all of its rows."""
         params, code, functions = self.frozen[name], self.codes[name], self.functions
-        fitted, before = bool(code["fitted"]), fields["before"]["mask"]
+        before, keep_queries = fields["before"]["mask"], bool(np.asarray(code["fitted"]).any())
         readings, found, made = {}, {}, {}
         for row in rows:
             kind = ROWS[row].latents
@@ -132,11 +132,12 @@ class CacheBench:
             ratio, text = ROWS[row].ratio or self.ratio, fields[TEXTS[kind]]
             if kind not in readings:
                 own = {"own": text, "before": fields["before"], "again": fields["again"]}
-                readings[kind] = functions.read_twice(params, own, name, fitted)
+                readings[kind] = functions.read_twice(params, own, name, keep_queries)
             if (kind, ratio) not in made:
                 count = cache_functions.count_kept(code, np.asarray(text["mask"]).sum(axis=1), ratio)
                 steps = cache_functions.steps_of(code, len(text["mask"]), ratio)
-                (sent,) = functions.encode(code, readings[kind], before, [count], steps, name, fitted and ratio > 1)
+                fitted = cache_functions.is_fitted(code, ratio)
+                (sent,) = functions.encode(code, readings[kind], before, [count], steps, name, fitted)
                 prompt = functions.prompt_from_cache(params, code, fields, sent, text["mask"], name)
                 made[kind, ratio] = RowPrompt(prompt, count.mean(axis=(0, 2)), sent, ratio)
             found[row] = made[kind, ratio]

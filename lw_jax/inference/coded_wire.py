@@ -91,7 +91,7 @@ class CodedWire(Answering):
             for key, own in ids.items()
         }
         placed, code = self._put(fields, mesh), self.codes[name]
-        fitted = bool(code["fitted"]) and ratios[0] > 1
+        fitted = cache_functions.is_fitted(code, ratios[0])
         reading = self.functions.read_twice(self.frozen[name], placed, name, fitted)
         rows = len(placed["own"]["mask"])
         counts = [cache_functions.count_kept(code, np.full(rows, length), ratio) for ratio in ratios]

@@ -51,9 +51,15 @@ def abstract(cfg: DecoderConfig, width: int) -> Tree:
         "decay": (RATIOS, width),
         "step": (RATIOS,),
         "tables": (RATIOS, *heads),
-        "fitted": (),  # 1: values and biases are fitted, 0: exact values and no biases
+        "fitted": (RATIOS,),  # 1: values and biases are fitted, 0: exact values and no biases
     }
     return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+
+def choose(fitted: Bool[Array, " b"], one: Sent, other: Sent) -> Sent:
+    """Returns of each row the message that is fitted, `one`, or the other; both keep the same keys."""
+    numbers = jnp.where(fitted[:, None, None], one.numbers, other.numbers)
+    return Sent(numbers, one.kept, jnp.where(fitted[None, :, None, None], one.bias, other.bias), one.step)
 
 
 def want(

@@ -223,7 +223,7 @@ def _runs(cfg: Config, rows: int, platform: str) -> tuple[float, float, int]:
     """Returns about how often the start reads a batch twice and writes one, and the tokens that it fits a basis to."""
     texts, kind = cfg.encoder.texts, "cpu" if platform == "cpu" else "gpu"
     held = min(max(texts // cache_start.PART_HELD_OUT, 1), cache_start.MOST_HELD_OUT[kind])
-    train, found = texts - held, len(cache_start.RATES) + (cfg.encoder.ratio > 1)  # steps, one of them either way
+    train, found = texts - held, len({cfg.encoder.ratio, *cache_start.RATES}) + 1  # steps, at least one either way
     writings = found * SOLVES * held / rows
     return texts / rows, writings, train * cfg.data.context_tokens
 

@@ -73,16 +73,14 @@ class HeldOut:
         name: str,
         code: Mapping[str, Any],
         batches: Iterable[Batch],
-        *,
-        keep_queries: bool,
     ):
-        """Reads the texts of batches of `cache_rows.attach`; `keep_queries`: what fits values and biases."""
+        """Reads the texts of batches of `cache_rows.attach`."""
         self.functions, self.params, self.name, self.code, self._batches = functions, params, name, code, []
         for host in batches:
             fields = place.put_eval(host["readers"][name], functions.mesh_of(name))
             texts = {key: fields[key] for key in ("own", "before", "again")}
             lengths = host["readers"][name]["own"]["mask"].sum(axis=1)
-            reading = functions.read_twice(params, texts, name, keep_queries)
+            reading = functions.read_twice(params, texts, name, True)
             self._batches.append(_Batch(reading, fields, lengths, host["valid"]))
         self._solved: dict[tuple[int, bool], list[tuple[np.ndarray, np.ndarray]]] = {}  # by ratio, and fitted or not
         self.tokens = sum(int(batch.lengths[batch.valid].sum()) for batch in self._batches)

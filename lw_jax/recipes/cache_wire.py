@@ -121,11 +121,12 @@ class CacheWire(WireReaders):
         count = jnp.rint(still["tables"][ratio] * mask.sum(axis=1, dtype=jnp.int32)[:, None, None].astype(jnp.float32))
         count, step = jnp.moveaxis(count.astype(jnp.int32), 1, 0), still["step"][ratio]
 
-        def write(fitted: bool) -> Sent:
-            reading = self.functions.read_twice(frozen, text, name, fitted)
-            return self.functions.encode(still, reading, fields["before"]["mask"], [count], step, name, fitted)[0]
+        def write(*ways: bool) -> Sent:
+            reading, before = self.functions.read_twice(frozen, text, name, any(ways)), fields["before"]["mask"]
+            found = (self.functions.encode(still, reading, before, [count], step, name, way)[0] for way in ways)
+            return functools.reduce(functools.partial(cache_message.choose, still["fitted"][ratio] > 0), found)
 
-        sent = jax.lax.cond(still["fitted"] > 0, lambda: write(True), lambda: write(False))
+        sent = jax.lax.cond(jnp.any(still["fitted"][ratio] > 0), lambda: write(True, False), lambda: write(False))
         after = decoder.embed(frozen, fields["after"]["ids"])
         own = cache_message.decode(part, sent, mask, after.dtype)
         own = own._replace(k=reader.constrain(own.k), v=reader.constrain(own.v))

@@ -282,7 +282,7 @@ def apart(root):
         compiled.append(lowered)
         return memory.compile_here(lowered)
 
-    cfg = tiny.make_config(root, mesh__placement="split", train__micro_batch=4)
+    cfg = tiny.make_config(root, mesh__placement="split", train__micro_batch=4, compute__dtype="fp32")
     (found,) = placement_search.choose(cfg, hardware(2, compile=compile))
     return cfg, found, compiled
 

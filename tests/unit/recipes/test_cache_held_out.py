@@ -6,7 +6,7 @@ import pytest
 from lw_jax.core.errors import UserError
 from lw_jax.models import cache_codec
 from lw_jax.models.cache_codec import Coding, Section
-from lw_jax.recipes import cache_held_out
+from lw_jax.recipes import cache_held_out, cache_start
 
 LAYERS, HEADS, WIDTH, TEXTS, TOKENS = 3, 2, 12, 6, 50
 TABLES = np.stack([np.full((LAYERS, HEADS), 1.0), np.full((LAYERS, HEADS), 0.5)])
@@ -64,3 +64,54 @@ def test_values_are_fitted_only_where_that_helps_beyond_chance(less, surely):
     exact = cache_held_out.Nats(np.full(len(less), 10.0), tokens)
     assert exact.mean == pytest.approx(10 / 3)
     assert cache_held_out.Nats(exact.nll - np.array(less), tokens).is_surely_below(exact) == surely
+
+
+SURELY, PERHAPS = np.array([1.0, 1.1, 0.9, 1.0]), np.array([4.0, -1.0, 0.5, 0.5])
+
+
+class Settled:
+    """Stands in for held-out texts; `served`: by ratio, what each answer of fitted messages has less in nats."""
+
+    name, tokens, code = "llama", 7, {"variance": np.ones(WIDTH)}
+
+    def __init__(self, served):
+        self.served, self.tried = served, []
+
+    def __len__(self):
+        return 4
+
+    def find_rate(self, ratio, limit, step, *, fitted):
+        self.tried.append((ratio, fitted))
+        numbers = np.full(WIDTH, ratio)
+        return cache_codec.Statistics(ratio + 0.5 * fitted, numbers, numbers)
+
+    def nats(self, ratio, step, *, fitted, shuffled=False):
+        assert step == ratio + 0.5 * fitted, "the step of the same messages"
+        less = self.served.get(ratio, np.zeros(4)) if fitted else np.zeros(4)
+        return cache_held_out.Nats(5.0 - less, np.full(4, 2.0))
+
+    def nats_of_prompt(self, field):
+        return cache_held_out.Nats(np.full(4, 9.0), np.full(4, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("served", "own", "tried", "fitted"),
+    [
+        ({}, 4, {8}, []),
+        ({8: SURELY}, 4, {8, 4}, range(8, 17)),
+        ({8: SURELY, 2: SURELY}, 4, {8, 4}, range(8, 17)),
+        ({8: SURELY, 4: SURELY}, 4, {8, 4, 2}, range(4, 17)),
+        ({8: PERHAPS, 4: PERHAPS}, 4, {8, 4}, range(8, 17)),
+        ({16: PERHAPS}, 16, {16, 8}, [16]),
+        ({8: SURELY, 4: SURELY, 2: SURELY}, 1, {8, 4, 2}, range(2, 17)),
+    ],
+)
+def test_each_ratio_is_fitted_where_that_serves_it_and_all_larger_ones(served, own, tried, fitted):
+    texts = Settled(served)
+    found = cache_start._settle(texts, 256, own)
+    assert {ratio for ratio, way in texts.tried if way} == tried
+    assert [ratio for ratio in range(1, 17) if found["fitted"][ratio - 1]] == list(fitted)
+    steps = {ratio: ratio + 0.5 * (ratio in fitted) for ratio in {own, 1, 2, 4, 8}}
+    for ratio in range(1, 17):
+        assert found["step"][ratio - 1] == steps[max(one for one in steps if one <= ratio)]
+        assert found["zero"].shape == (16, WIDTH)

@@ -51,10 +51,10 @@ def recipe(root):
 
 @pytest.fixture(scope="module")
 def started(recipe):
-    """A start of which one reader's messages are fitted, and the other's are not."""
+    """A start of which one reader's messages are fitted, and the other's are not, but both at some ratios."""
     built = recipe.build()
     for fitted, code in zip((0.0, 1.0), built.trainable["codes"].values(), strict=True):
-        code["fitted"] = jax.numpy.full_like(code["fitted"], fitted)
+        code["fitted"] = jax.numpy.full_like(code["fitted"], fitted).at[1].set(1.0 - fitted)
     return built
 
 
