@@ -152,11 +152,9 @@ def without_compiling(cfg: Config, hardware: Hardware) -> tuple[Config, Placemen
     placed = placements.place(strategy, readers, data=data, model=model)
     cfg = config.with_remat(cfg, "none") if auto else cfg
     program = StepSpec(cfg, recipes.make(cfg, placed, outline=True))
-    if placed_bytes(program) > hardware.limit.usable:
-        return None
-    needs = _guess(program, hardware).needs
-    whole = needs.accumulation == 1 or bool(cfg.train.micro_batch)
-    return (cfg, placed) if needs.peak <= hardware.limit.usable and (whole or not auto) else None
+    micro = cfg.train.micro_batch or micro_batch_search.legal_sizes(program)[-1 if auto else 0]
+    needs = estimates.estimate(program, program.recipe.batch_widths(), micro, None).needs
+    return (cfg, placed) if needs.peak <= hardware.limit.usable else None
 
 
 def pick(found: Sequence[_C]) -> _C | None:
