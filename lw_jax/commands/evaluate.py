@@ -35,9 +35,9 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
     wire = open_wire(cfg, workdir)
     if jax.process_index() == 0:
         print(f"{workdir}: checkpoint {wire.step}, read by {', '.join(cfg.llms)}", flush=True)
-    found = evaluation.evaluate(wire)
+    folder.mkdir(parents=True, exist_ok=True)
+    found = evaluation.evaluate(wire, folder=folder)
     if jax.process_index() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
         paths = evaluation.write(found, folder, step=wire.step, data=cfg.data.validation)
         from lw_jax.report import figures, tables  # matplotlib
 

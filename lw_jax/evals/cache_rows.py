@@ -18,6 +18,7 @@ from lw_jax.evals import answers, cache_functions
 from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.evals.comparison import Record
 from lw_jax.evals.control_rows import ANSWER, judge, number_texts
+from lw_jax.evals.record_log import RecordLog
 from lw_jax.models import cache_codec, cache_message
 from lw_jax.models.cache_codec import Coding
 from lw_jax.models.cache_message import Sent
@@ -153,8 +154,9 @@ def measure(  # noqa: PLR0913
     batch: int,
     max_new_tokens: int,
     codings: Mapping[str, Coding],
+    log: RecordLog,
 ) -> list[Record]:
-    """Returns every reader's records of `rows`.
+    """Returns every reader's records of `rows`; those that the log has are not measured again.
 
     Args:
         bench: the wire.
@@ -164,19 +166,19 @@ def measure(  # noqa: PLR0913
         batch: examples at once.
         max_new_tokens: of an answer.
         codings: readers' name -> what the bytes of its messages are coded with: records of "latents" have "bytes".
+        log: takes the records of each batch.
     """
-    records: list[Record] = []
     texts, total = number_texts(encoded), -(-len(indices) // batch) * len(encoded.readers)
     with phase("reading the questions in every row of the table", total, "batches") as done:
         for host in batches_by_length(encoded, indices, batch):
             for name, host_fields in host["readers"].items():
-                fields = bench.place(host_fields, name)
-                for row, made in bench.prompts(fields, name, rows).items():
-                    found = _score(bench, fields, name, made.prompt, max_new_tokens)
-                    records += _records(encoded, host, name, row, made, found, codings, texts)
+                if asked := log.missing(name, rows, host["index"][host["valid"]].tolist()):
+                    fields = bench.place(host_fields, name)
+                    for row, made in bench.prompts(fields, name, asked).items():
+                        found = _score(bench, fields, name, made.prompt, max_new_tokens)
+                        log.add(list(_records(encoded, host, name, row, made, found, codings, texts)))
                 done.advance()
-    places = {index: place for place, index in enumerate(indices)}
-    return sorted(records, key=lambda one: places[one["index"]])
+    return log.read(tuple(encoded.readers), rows, indices)
 
 
 def _records(  # noqa: PLR0913

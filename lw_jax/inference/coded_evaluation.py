@@ -2,32 +2,44 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
 
 from lw_jax.core.eval_rows import KNOWN_TO_CACHE, OF_CACHE, ROWS
+from lw_jax.core.files import content_hash
 from lw_jax.data.batches import Encoded, one_context
 from lw_jax.data.examples import spread
 from lw_jax.evals import cache_rows, swaps
 from lw_jax.evals.comparison import Record
 from lw_jax.evals.control_rows import Measured, follow
 from lw_jax.evals.first_token import fastest
+from lw_jax.evals.record_log import RecordLog
 from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.models.wire import Prompt
 
+PARTIAL = "eval.partial.jsonl"  # an evaluation's records, until its results are written
 
-def measure(wire: CodedWire, *, batch: int, say: Callable[[str], None]) -> Measured:
-    """Returns one record per example, reader and row; those of the row "latents" with their message's bytes."""
+
+def measure(wire: CodedWire, *, batch: int, say: Callable[[str], None], folder: Path | None = None) -> Measured:
+    """Returns one record per example, reader and row; those of the row "latents" with their message's bytes.
+
+    With a folder records are written to its file PARTIAL as they are made, and those of the same evaluation that are
+    there are not measured again: of the same wire, data and options but for rows and batch.
+    """
     recipe, options = wire.recipe, wire.recipe.cfg.eval
     encoded = recipe.encode(recipe.examples("validation"))
     say("held-out data: " + "\n".join(encoded.describe()))
     rows = _rows(options.rows, several=not one_context(encoded.examples), say=say)
     indices, bench = spread(len(encoded), options.examples), recipe.bench(wire.codes, wire.frozen, wire.functions)
+    log = RecordLog(folder and folder / PARTIAL, _key(wire, encoded))
+    if len(log):
+        say(f"resuming: {len(log):,} records are in {folder}/{PARTIAL}")
 
     def run(encoded: Encoded, indices: Sequence[int], rows: Sequence[str]) -> list[Record]:
         settings = {"batch": batch, "max_new_tokens": options.max_new_tokens}
-        return cache_rows.measure(bench, encoded, indices, rows=rows, codings=wire.codings, **settings)
+        return cache_rows.measure(bench, encoded, indices, rows=rows, codings=wire.codings, log=log, **settings)
 
     records = run(encoded, indices, [row for row in rows if not ROWS[row].swapped])
     if changed := [row for row in rows if ROWS[row].swapped]:
@@ -36,6 +48,15 @@ def measure(wire: CodedWire, *, batch: int, say: Callable[[str], None]) -> Measu
         own = cache_rows.attach(found.encoded, recipe.layout)
         records += follow(run(own, range(len(found.origins)), changed), found, encoded)
     return Measured(encoded, indices, np.zeros((len(indices), 0, 0), np.float32), records)
+
+
+def _key(wire: CodedWire, encoded: Encoded) -> str:
+    """Returns what all records depend on."""
+    options = dataclasses.asdict(wire.recipe.cfg)
+    for name in ("rows", "batch"):
+        del options["eval"][name]
+    examples = [dataclasses.astuple(example) for example in encoded.examples]
+    return content_hash([wire.fingerprint, options, examples])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,10 +57,13 @@ class Evaluation:
     curve: Curve | None  # quality by message size
 
 
-def evaluate(wire: TrainedWire | CodedWire, *, quiet: bool = False) -> Evaluation:
-    """Returns the results that `cfg.eval` of the wire's configuration asks for; prints what it measures, or nothing."""
+def evaluate(wire: TrainedWire | CodedWire, *, quiet: bool = False, folder: Path | None = None) -> Evaluation:
+    """Returns the results that `cfg.eval` of the wire's configuration asks for; prints what it measures, or nothing.
+
+    Records of a wire of kind "cache" are written to the folder as they are made: see `coded_evaluation.measure`.
+    """
     with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
-        return _evaluate_coded(wire) if isinstance(wire, CodedWire) else _evaluate_latents(wire)
+        return _evaluate_coded(wire, folder) if isinstance(wire, CodedWire) else _evaluate_latents(wire)
 
 
 def _evaluate_latents(wire: TrainedWire) -> Evaluation:
@@ -96,14 +99,14 @@ def _evaluate_latents(wire: TrainedWire) -> Evaluation:
     )
 
 
-def _evaluate_coded(wire: CodedWire) -> Evaluation:
+def _evaluate_coded(wire: CodedWire, folder: Path | None) -> Evaluation:
     """Returns the rows of a wire of kind "cache"; it has no latents whose geometry could be measured, and no curve."""
     cfg = wire.recipe.cfg
     most = place.round_up(cfg.eval.batch, wire.recipe.placement.data)
     measured = _fitting(
         out_of_memory.HalvingBatch(most, multiple=wire.recipe.placement.data, say=_say),
         cfg.eval,
-        lambda options: coded_evaluation.measure(wire, batch=options.batch, say=_say),
+        lambda options: coded_evaluation.measure(wire, batch=options.batch, say=_say, folder=folder),
     )
     summary = comparison.summarise(measured.records, seed=cfg.seed)
     readers = comparison.compare(measured.records, seed=cfg.seed)
@@ -236,6 +239,7 @@ def write(found: Evaluation, workdir: Path, *, step: int, data: str) -> list[Pat
     write_whole(workdir / "eval.json", msgspec.json.format(results.to_json(result), indent=2) + "\n")
     write_whole(workdir / "predictions.jsonl", "".join(lines))
     write_whole(workdir / "slots.json", results.to_json(found.slots) + "\n")
+    (workdir / coded_evaluation.PARTIAL).unlink(missing_ok=True)
     return [workdir / name for name in names]
 
 

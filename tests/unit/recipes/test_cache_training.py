@@ -8,6 +8,7 @@ import pytest
 from lw_jax.core import validation
 from lw_jax.core.errors import UserError
 from lw_jax.evals import cache_rows
+from lw_jax.evals.record_log import RecordLog
 from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.models import cache_code
 from lw_jax.recipes import cache_start
@@ -75,7 +76,7 @@ def test_the_loss_is_that_of_the_message_that_is_sent(recipe, started, batch, gr
     encoded = recipe.encode(recipe.examples("validation"))
     bench = recipe.bench(wire.codes, wire.frozen, wire.functions)
     settings = {"rows": ["latents", "text"], "batch": 8, "max_new_tokens": 2, "codings": wire.codings}
-    records = cache_rows.measure(bench, encoded, range(8), **settings)
+    records = cache_rows.measure(bench, encoded, range(8), **settings, log=RecordLog())
     gaps = []
     for name in ("llama", "qwen"):
         nats = {}

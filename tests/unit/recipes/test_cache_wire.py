@@ -17,6 +17,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
 from lw_jax.data import batches
 from lw_jax.evals import cache_functions, cache_rows
+from lw_jax.inference import coded_evaluation
 from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.inference.export import MOST_CACHE_BYTES
 from lw_jax.models import cache_code, cache_codec, cache_message
@@ -184,10 +185,28 @@ def test_a_start_goes_without_held_out_texts_that_are_too_long(root, monkeypatch
 ROWS = ("text", "latents", "shuffled", "zero", "none", "swapped", "swapped_text")
 
 
-def test_evaluation_has_the_rows_of_the_kind(run, root, capsys):
+class Killed(BaseException):
+    """What no code catches."""
+
+
+def test_evaluation_has_the_rows_of_the_kind_and_resumes(run, root, capsys, monkeypatch):
     folder, cfg = run[0], make_config(root, eval__rows=ROWS)
+    score, scored = cache_rows._score, []
+
+    def killed(*given):
+        if len(scored) == 2:
+            raise Killed
+        scored.append(given)
+        return score(*given)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(cache_rows, "_score", killed)
+        tiny.call("eval", cfg, folder)
+    kept = len((folder / coded_evaluation.PARTIAL).read_text("utf-8").splitlines()) - 1
+    assert kept == 2 * cfg.eval.batch
     assert tiny.call("eval", cfg, folder) == 0
     told = capsys.readouterr().out
+    assert f"resuming: {kept} records" in told and not (folder / coded_evaluation.PARTIAL).exists()
     found = json.loads((folder / "eval.json").read_text("utf-8"))
     assert "left out: zero:" in told
     for name in ("llama", "qwen"):

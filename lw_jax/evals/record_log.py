@@ -1,0 +1,58 @@
+"""Records of an evaluation under way, on disk: one that was cut short resumes where it was."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from lw_jax.core.files import write_whole
+from lw_jax.evals.comparison import Record
+
+Name = tuple[str, str, int]  # of a record: reader, row, index of the example
+
+
+class RecordLog:
+    """Records by reader, row and example, each written to a file when it is added.
+
+    The file's first line is the evaluation's key, each further one a record. A file of another key begins anew.
+    """
+
+    def __init__(self, path: Path | None = None, key: str = ""):
+        """Reads the records of the same key; without a path they are in memory alone."""
+        self._path, self._records = path, dict[Name, Record]()
+        if path is None:
+            return
+        lines = path.read_text("utf-8").splitlines() if path.exists() else []
+        head = json.dumps({"key": key})
+        kept = lines[1:] if lines[:1] == [head] else []
+        if kept and not _is_whole(kept[-1]):  # the process was killed while it wrote
+            kept.pop()
+        self._keep([json.loads(line) for line in kept])
+        write_whole(path, "".join(f"{line}\n" for line in (head, *kept)))
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def missing(self, reader: str, rows: Sequence[str], indices: Sequence[int]) -> list[str]:
+        """Returns the rows of which one of the examples has no record."""
+        return [row for row in rows if any((reader, row, index) not in self._records for index in indices)]
+
+    def add(self, records: Sequence[Record]) -> None:
+        self._keep(records)
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(record) + "\n" for record in records)
+
+    def read(self, readers: Sequence[str], rows: Sequence[str], indices: Sequence[int]) -> list[Record]:
+        """Returns these records, those of one example together. Raises KeyError for one that was not added."""
+        return [self._records[reader, row, index] for index in indices for reader in readers for row in rows]
+
+    def _keep(self, records: Sequence[Record]) -> None:
+        self._records |= {(record["reader"], record["row"], record["index"]): record for record in records}
+
+
+def _is_whole(line: str) -> bool:
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return True

@@ -1,0 +1,28 @@
+"""Records of an evaluation under way."""
+
+import math
+
+from lw_jax.evals.record_log import RecordLog
+
+FIRST, SECOND = ({"reader": "llama", "row": "text", "index": index, "nll": math.nan} for index in (0, 1))
+
+
+def test_records_of_the_same_key_are_read_again(tmp_path):
+    path = tmp_path / "log.jsonl"
+    RecordLog(path, "a").add([FIRST, SECOND])
+    log = RecordLog(path, "a")
+    assert log.missing("llama", ["text", "none"], [0, 1]) == ["none"] and log.missing("llama", ["text"], [2]) == [
+        "text"
+    ]
+    assert [one["index"] for one in log.read(["llama"], ["text"], [1, 0])] == [1, 0]
+    assert math.isnan(log.read(["llama"], ["text"], [0])[0]["nll"])
+    assert len(RecordLog(path, "b")) == 0
+    assert len(RecordLog(path, "a")) == 0, "another evaluation took the file"
+
+
+def test_a_line_that_was_cut_is_left_out(tmp_path):
+    path = tmp_path / "log.jsonl"
+    RecordLog(path, "a").add([FIRST, SECOND])
+    path.write_text(path.read_text("utf-8")[:-9], "utf-8")
+    RecordLog(path, "a").add([{**SECOND, "nll": 1.0}])
+    assert RecordLog(path, "a").read(["llama"], ["text"], [1])[0]["nll"] == 1.0
