@@ -65,13 +65,18 @@ def read_twice(  # noqa: PLR0913  (as `decoder.forward`)
         UserError: for a reader whose attention does not reach from the end of the repetition to the text's beginning.
     """
     rows, length, _ = x.shape
-    start = 0 if shared_prefix is None else shared_prefix.x.shape[1]
+    start, asked = 0 if shared_prefix is None else shared_prefix.x.shape[1], again.x.shape[1]
     pieces = _pieces(x, block), _pieces(mask, block)
-    padded = pieces[1].shape[0] * pieces[1].shape[2]
-    size = start + 2 * padded + again.x.shape[1]
-    if cfg.window and size > cfg.window:
+    # The request and the repetition are one text, as each piece reads all weights; the repetition alone asks for keys.
+    request = decoder.repeat(again.mask, rows)
+    repetition = tuple(
+        _pieces(jnp.concatenate(both, axis=1), block)
+        for both in ((decoder.repeat(again.x, rows), x), (request, mask), (jnp.zeros_like(request), mask))
+    )
+    size = start + sum(read[1].shape[0] * read[1].shape[2] for read in (pieces, repetition))
+    if cfg.window and (positions := start + 2 * length + asked) > cfg.window:
         raise UserError(
-            f"config.encoder.kind='cache': a text is read twice, {size:,} positions, the reader attends to "
+            f"config.encoder.kind='cache': a text is read twice, {positions:,} positions, the reader attends to "
             f"{cfg.window:,}; shorten the text (config.data.context_tokens), or choose another reader"
         )
 
@@ -81,23 +86,23 @@ def read_twice(  # noqa: PLR0913  (as `decoder.forward`)
     cache = kv_prefix.read_once(params, cfg, (rows, size), shared_prefix, x.dtype, mode)
     cache, _ = jax.lax.scan(read, cache, pieces)
     text = kv_prefix.of_cache(cfg, cache, mask=mask, start=start)
-    cache, _ = read(cache, (decoder.repeat(again.x, rows), decoder.repeat(again.mask, rows)))
 
-    def repeat(carry: tuple, piece: tuple[jax.Array, jax.Array]) -> tuple[tuple, tuple | None]:
+    def repeat(carry: tuple, piece: tuple[jax.Array, ...]) -> tuple[tuple, tuple | None]:
         cache, best, power = carry
-        x, mask = piece
-        visit = functools.partial(_pay, slice(start, start + length), mask, mode.factors)
-        (own, *asked), cache = decoder.visit_attention(params, cfg, x, mask=mask, visit=visit, cache=cache, mode=mode)
+        x, mask, asks = piece
+        visit = functools.partial(_pay, slice(start, start + length), asks, mode.factors)
+        (own, *queries), cache = decoder.visit_attention(params, cfg, x, mask=mask, visit=visit, cache=cache, mode=mode)
         carry = (cache, jnp.maximum(best, own[0]), power + own[1])
-        return carry, tuple(asked) if keep_queries else None
+        return carry, tuple(queries) if keep_queries else None
 
     none = jnp.zeros((cfg.layers, rows, length, cfg.kv_heads))
-    (_, best, power), asked = jax.lax.scan(repeat, (cache, none, none), pieces)
+    (_, best, power), queries = jax.lax.scan(repeat, (cache, none, none), repetition)
     best = best * _output_norms(params, cfg, text.v)
-    if asked is None:
+    if queries is None:
         return Reading(text, best, power, None)
     # [n l b block ...] -> [l b t ...]
-    whole = (jnp.moveaxis(one, 0, 2).reshape(*one.shape[1:3], -1, *one.shape[4:])[:, :, :length] for one in asked)
+    whole = (jnp.moveaxis(one, 0, 2).reshape(*one.shape[1:3], -1, *one.shape[4:]) for one in queries)
+    whole = (one[:, :, asked : asked + length] for one in whole)
     return Reading(text, best, power, Queries(*whole))
 
 

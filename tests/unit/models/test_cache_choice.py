@@ -58,7 +58,7 @@ def test_any_number_of_devices_finds_the_same(devices):
 
 def test_a_window_shorter_than_the_text_twice_is_refused():
     mask = jnp.asarray(MASK)
-    length = 2 + 12 + 3 + 12
+    length = 2 + 3 + 2 * MASK.shape[1]
     jax.eval_shape(lambda: read(tiny.draw_decoder(CFG), dataclasses.replace(CFG, window=length), mask))
     with pytest.raises(UserError, match=rf"{length} positions.*{length - 1}.*context_tokens"):
         read(tiny.draw_decoder(CFG), dataclasses.replace(CFG, window=length - 1), mask)
