@@ -80,10 +80,10 @@ def compare(records: Sequence[Record], *, seed: int) -> dict[str, Row]:
 def _compare_plain(groups: Mapping[str, Sequence[Record]], rows: Mapping[str, Mapping[str, Estimate]]) -> Row:
     figures: Row = {}
     upper = next((row for row in UPPER if row in rows), None)
-    if upper and {"latents", "none"} <= rows.keys():
+    if upper and "none" in rows and (messages := [row for row in ("latents", *OF_CACHE) if row in rows]):
         text, none = rows[upper], rows["none"]
         figures["upper"] = upper
-        for row in ("latents", *(row for row in OF_CACHE if row in rows)):
+        for row in messages:
             message, name = rows[row], "" if row == "latents" else f"_{row}"
             shares = {
                 f"normalised_f1{name}": (message["f1"] - none["f1"], text["f1"] - none["f1"]),

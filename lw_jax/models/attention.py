@@ -1,5 +1,6 @@
 """Grouped-query attention: JAX's own, one of bf16 products for a CPU, and one behind keys of each head's own number."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 from lw_jax.models.products import from_bits, multiply, saved_bits
 
 LEAST = -1e30  # score of a masked key: finite, so that a row without keys has no NaN
+BLOCK = 256  # least queries of a block of causal attention
+BLOCKS = 8  # at most: each is a program part of its own
 
 
 class PackedKeys(NamedTuple):
@@ -20,7 +23,7 @@ class PackedKeys(NamedTuple):
     head: Int[Array, " m"]  # of keys; -1: of none
 
 
-def attention(
+def attention(  # noqa: PLR0913
     q: Float[Array, "b t h e"],
     k: Float[Array, "b s k e"],
     v: Float[Array, "b s k e"],
@@ -28,11 +31,29 @@ def attention(
     mask: Bool[Array, "b 1 t s"],
     bias: Float[Array, "b s k"] | None = None,
     factors: str | None = None,
+    causal: bool = False,
 ) -> Float[Array, "b t h e"]:
     """Grouped-query attention with fp32 softmax, scaled by the root of the head width.
 
-    `bias` of each key's scores; `factors`: dtype of the factors of its products (None: that of q).
+    `bias` of each key's scores; `factors`: dtype of the factors of its products (None: that of q); `causal`: the mask
+    hides from each query the last keys, those behind its own. Then long texts are computed in blocks of queries, none
+    with the keys behind it: of 1,024 positions 5 of 8 scores.
     """
+    length, keys = q.shape[1], k.shape[1]
+    count = min(length // BLOCK, BLOCKS) if causal else 1
+    if count < 2:
+        return _attention(q, k, v, mask, bias, factors)
+    found, ends = [], [length * block // count for block in range(count + 1)]
+    for first, end in itertools.pairwise(ends):
+        seen = keys - length + end
+        own = None if bias is None else bias[:, :seen]
+        found.append(_attention(q[:, first:end], k[:, :seen], v[:, :seen], mask[:, :, first:end, :seen], own, factors))
+    return jnp.concatenate(found, axis=1)
+
+
+def _attention(  # noqa: PLR0913
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, bias: jax.Array | None, factors: str | None
+) -> jax.Array:
     if factors is not None and q.dtype != jnp.dtype(factors):
         return jnp.asarray(_narrow(q, k, v, mask, None if bias is None else bias.astype(jnp.float32)))
     if bias is not None:

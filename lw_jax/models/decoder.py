@@ -490,7 +490,8 @@ def _share(
     rotations = rotary.angles(
         positions, size=cfg.rotated or cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling
     )
-    return _Shared(*rotations, attend[:, None], past.used, mode.factors, mode.saves_products)
+    causal = mode.causal and past.used is None
+    return _Shared(*rotations, attend[:, None], past.used, mode.factors, mode.saves_products, causal)
 
 
 def rotate_keys(cfg: DecoderConfig, prefix: KVPrefix, *, seen: jax.Array | int) -> Float[Array, "l b m k e"]:
@@ -556,6 +557,7 @@ class _Shared(NamedTuple):
     used: jax.Array | None
     factors: str | None  # see `Mode`
     saves: bool  # products, for the backward pass
+    causal: bool  # the last keys are the queries' own, and none attends to those behind it
 
 
 def _layer(  # noqa: PLR0913  (what stands before x is one of three)
@@ -594,7 +596,8 @@ def _layer(  # noqa: PLR0913  (what stands before x is one of three)
             for *before, new in zip(*kv, own, strict=True)
         )
     if packed is None:
-        attended = attention(q, k, v, mask=shared.attend, bias=bias, factors=shared.factors)
+        settings = {"factors": shared.factors, "causal": shared.causal}
+        attended = attention(q, k, v, mask=shared.attend, bias=bias, **settings)
     else:
         attended = attention_behind(packed, q, k, v, mask=shared.attend, factors=shared.factors)
     # Only where its projection, or a pair beside it, is trained does the backward pass need it.

@@ -268,6 +268,9 @@ def test_figures_between_rows_are_the_shares_and_gaps_of_their_means():
     assert found["gap_f1"] == pytest.approx(0.4)
     for key in ("recovered_nll", "gap_nll"):
         assert found[f"{key}_interval"][0] < found[key] < found[f"{key}_interval"][1]
+    alone = [one | {"row": "eighth"} for one in made if one["row"] == "latents"]
+    alone = comparison.compare([*alone, *(one for one in made if one["row"] in ("text", "none"))], **SEED)["r"]
+    assert alone["normalised_f1_eighth"] == found["normalised_f1"] and "normalised_f1" not in alone
 
 
 def test_intervals_and_verdict_count_texts_not_questions():
