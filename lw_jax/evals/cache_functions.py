@@ -44,7 +44,7 @@ class CacheFunctions(WireFunctions):
 
     @functools.cached_property
     def encode(self):
-        """Returns jitted (code, Reading, mask of "before", counts [l b k], steps [b], name, fitted) -> Sent of each."""
+        """Returns jitted (code, Reading, mask of "before", counts [l b k], steps [b], name, sizes) -> Sent of each."""
 
         def run(  # noqa: PLR0913
             code: Tree,
@@ -53,25 +53,25 @@ class CacheFunctions(WireFunctions):
             counts: list[jax.Array],
             step: jax.Array,
             name: str,
-            fitted: bool,
+            sizes: Sizes | None,
         ) -> list[Sent]:
             seen = _count(before)
             kept = [cache_choice.choose(reading.scores, reading.text.mask, count) for count in counts]
-            settings = {"seen": seen, "fitted": fitted, "factors": self.wire.readers[name].mode.factors}
+            settings = {"seen": seen, "sizes": sizes, "factors": self.wire.readers[name].mode.factors}
             return cache_message.encode(self.wire.readers[name].config, code, reading, kept, step, **settings)
 
-        return jax.jit(run, static_argnames=("name", "fitted"))
+        return jax.jit(run, static_argnames=("name", "sizes"))
 
     @functools.cached_property
     def want(self):
-        """Returns jitted (Reading, mask of "before", count [l b k], name, fitted) -> what numbers should say."""
+        """Returns jitted (Reading, mask of "before", count [l b k], name, sizes) -> what numbers should say."""
 
-        def run(reading: Reading, before: jax.Array, count: jax.Array, name: str, fitted: bool) -> Wanted:
+        def run(reading: Reading, before: jax.Array, count: jax.Array, name: str, sizes: Sizes | None) -> Wanted:
             seen = _count(before)
             kept = cache_choice.choose(reading.scores, reading.text.mask, count)
-            return cache_message.want(self.wire.readers[name].config, reading, kept, seen=seen, fitted=fitted)
+            return cache_message.want(self.wire.readers[name].config, reading, kept, seen=seen, sizes=sizes)
 
-        return jax.jit(run, static_argnames=("name", "fitted"))
+        return jax.jit(run, static_argnames=("name", "sizes"))
 
     @functools.cached_property
     def solve(self):
@@ -80,7 +80,7 @@ class CacheFunctions(WireFunctions):
 
     @functools.cached_property
     def fit_biases(self):
-        """Returns jitted (code, Reading, mask of "before", kept, numbers, steps [b], name) -> biases [l b t k]."""
+        """Returns jitted (code, Reading, mask of "before", kept, numbers, steps, name, sizes) -> biases [l b t k]."""
 
         def run(  # noqa: PLR0913
             code: Tree,
@@ -90,11 +90,12 @@ class CacheFunctions(WireFunctions):
             numbers: jax.Array,
             step: jax.Array,
             name: str,
+            sizes: Sizes,
         ) -> jax.Array:
             seen, config = _count(before), self.wire.readers[name].config
-            return cache_message.fit_biases(config, code, reading, kept, numbers, step, seen=seen)
+            return cache_message.fit_biases(config, code, reading, kept, numbers, step, seen=seen, sizes=sizes)
 
-        return jax.jit(run, static_argnames="name")
+        return jax.jit(run, static_argnames=("name", "sizes"))
 
     @functools.cached_property
     def read_states(self):
@@ -175,9 +176,9 @@ def steps_of(code: Tree, rows: int, ratio: int) -> np.ndarray:
     return np.full(rows, code["step"][ratio - 1], np.float32)
 
 
-def is_fitted(code: Tree, ratio: int) -> bool:
-    """Returns whether messages at a ratio have fitted values and biases."""
-    return bool(code["fitted"][ratio - 1])
+def sizes_if_fitted(code: Tree, width: int, ratio: int) -> Sizes | None:
+    """Returns `sizes_of` where messages at a ratio have fitted values and biases."""
+    return sizes_of(code, width, ratio) if code["fitted"][ratio - 1] else None
 
 
 def sizes_of(code: Tree, width: int, ratio: int) -> Sizes:

@@ -137,8 +137,8 @@ class CacheBench:
             if (kind, ratio) not in made:
                 count = cache_functions.count_kept(code, np.asarray(text["mask"]).sum(axis=1), ratio)
                 steps = cache_functions.steps_of(code, len(text["mask"]), ratio)
-                fitted = cache_functions.is_fitted(code, ratio)
-                (sent,) = functions.encode(code, readings[kind], before, [count], steps, name, fitted)
+                sizes = cache_functions.sizes_if_fitted(code, text["mask"].shape[1], ratio)
+                (sent,) = functions.encode(code, readings[kind], before, [count], steps, name, sizes)
                 prompt = functions.prompt_from_cache(params, code, fields, sent, text["mask"], name)
                 made[kind, ratio] = RowPrompt(prompt, count.mean(axis=(0, 2)), sent, ratio)
             found[row] = made[kind, ratio]

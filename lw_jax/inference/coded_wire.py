@@ -91,12 +91,12 @@ class CodedWire(Answering):
             for key, own in ids.items()
         }
         placed, code = self._put(fields, mesh), self.codes[name]
-        fitted = cache_functions.is_fitted(code, ratios[0])
-        reading = self.functions.read_twice(self.frozen[name], placed, name, fitted)
+        sizes = cache_functions.sizes_if_fitted(code, columns["own"], ratios[0])
+        reading = self.functions.read_twice(self.frozen[name], placed, name, sizes is not None)
         rows = len(placed["own"]["mask"])
         counts = [cache_functions.count_kept(code, np.full(rows, length), ratio) for ratio in ratios]
         steps = cache_functions.steps_of(code, rows, ratios[0])
-        sent = self.functions.encode(code, reading, placed["before"]["mask"], counts, steps, name, fitted)
+        sent = self.functions.encode(code, reading, placed["before"]["mask"], counts, steps, name, sizes)
         return cache_message.to_section(dict(zip(ratios, jax.device_get(sent), strict=True)), length)
 
     def describe(self, message: bytes) -> str:

@@ -17,12 +17,14 @@ from lw_jax.models import decoder, kv_prefix, projections
 from lw_jax.models.attention import LEAST
 from lw_jax.models.attention_matching import TINY, by_head, solve_ridge
 from lw_jax.models.decoder import DecoderConfig, KVPrefix, Mode, SharedPrefix
+from lw_jax.models.kv_prefix import Sizes
 from lw_jax.models.products import from_bits, multiply
 
 BLOCK = 256  # queries whose attention is in memory at a time
 RIDGE = 3e-2  # x the mean square of the kept keys' shares: pulls towards the values as they were
 PULL = 1e-2  # the same of the weights towards 1, a bias of 0
 STEPS = 200  # of the weights' projected gradient
+LEAST_KEYS = 64  # of a loop over heads that keep alike many
 WEIGHTS = (0.05, 100.0)
 _LOUDEST = 20.0  # log of a decoded key's share beside an exact one's whole: its square must be a number
 _FAINTEST = 1e-6  # share of the whole text: below it a query says nothing about the text's keys
@@ -180,90 +182,130 @@ def fit(  # noqa: PLR0913
     kept: Bool[Array, "l b t k"],
     *,
     seen: Int[Array, "b 1"] | Int[Array, "1 1"] | int,
+    sizes: Sizes,
     sent: tuple[Float[Array, "l b t k e"], Float[Array, "l b t k e"]] | None = None,
     block: int = BLOCK,
 ) -> tuple[Float[Array, "l b t k e"], Float[Array, "l b t k"]]:
     """Returns values and biases with which the kept keys give what the whole text gave to the repeating queries.
 
-    `seen` tokens stand before the text. `sent`: keys, not turned, and values as the reader will have them: the biases
-    are fitted to these keys, the values to both, around those sent. What is not kept is 0.
+    What is not kept is 0. Heads that keep alike many keys are fitted by one loop, without the keys that they leave out.
+
+    Args:
+        cfg: of the reader.
+        queries: of `read_twice`.
+        text: of `read_twice`.
+        kept: of `choose`.
+        seen: tokens before the text.
+        sizes: of each head, at least as many keys as it keeps in any row.
+        sent: keys, not turned, and values as the reader will have them: the biases are fitted to these keys, the
+            values to both, around those sent.
+        block: queries whose attention is in memory at a time.
     """
-    keys, values = sent or (text.k, text.v)
+    (keys, values), group = sent or (text.k, text.v), queries.q.shape[3] // kept.shape[3]
     turned = decoder.rotate_keys(cfg, text, seen=seen)
     heard = turned if sent is None else decoder.rotate_keys(cfg, text._replace(k=keys), seen=seen)
 
-    def layer(inputs: tuple) -> tuple[jax.Array, jax.Array]:
-        return fit_layer(*inputs, mask=text.mask, block=block)
+    def head(most: int, layer: jax.Array, own: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q, total = (
+            jax.lax.dynamic_slice_in_dim(one[layer], own * group, group, axis=2) for one in (queries.q, queries.total)
+        )
+        chosen = kept[layer, :, :, own]
+        places = jnp.argsort(~chosen, axis=1)[:, :most]  # stable: the kept ones in their order
+        real = jnp.take_along_axis(chosen, places, axis=1)
+        given = (jnp.take_along_axis(one[layer, :, :, own], places[..., None], axis=1) for one in (heard, values))
+        exact = turned[layer, :, :, own], text.v[layer, :, :, own]
+        return places, *_fit_head(q, total, *exact, *given, real, mask=text.mask, block=block)
 
-    return jax.lax.map(layer, (queries.q, queries.total, turned, text.v, heard, values, kept))
+    def heads(most: int, fitted: tuple[jax.Array, jax.Array], numbers: jax.Array) -> tuple[tuple, None]:
+        layer, own = numbers[:, 0, None, None], numbers[:, 1, None, None]
+        places, *found = jax.vmap(functools.partial(head, most))(*numbers.T)
+        at = layer, jnp.arange(places.shape[1], dtype=jnp.int32)[None, :, None], places, own
+        return tuple(whole.at[at].set(new.astype(whole.dtype)) for whole, new in zip(fitted, found, strict=True)), None
+
+    fitted = jnp.zeros(values.shape, values.dtype), jnp.zeros(kept.shape)
+    for most, numbers in _alike(sizes, kept.shape[2]).items():
+        # One after the other: on a CPU loops that run at once wait for threads that the others' factorisations hold.
+        fitted, _ = jax.lax.scan(functools.partial(heads, most), fitted, _batches(numbers, cfg.kv_heads))
+    return fitted
 
 
-def fit_layer(  # noqa: PLR0913
-    q: Float[Array, "b t h e"],
-    total: Float[Array, "b t h"],
-    keys: Float[Array, "b t k e"],
-    values: Float[Array, "b t k e"],
-    keys_sent: Float[Array, "b t k e"],
-    values_sent: Float[Array, "b t k e"],
-    kept: Bool[Array, "b t k"],
+def _batches(numbers: list[tuple[int, int]], count: int) -> Int[Array, "n k 2"]:
+    """Returns the numbers in batches of so many, the last one filled up with its last."""
+    filled = numbers + numbers[-1:] * (-len(numbers) % count)
+    return jnp.asarray(np.array(filled, np.int32).reshape(-1, count, 2))
+
+
+def _alike(sizes: Sizes, length: int) -> dict[int, list[tuple[int, int]]]:
+    """Returns (layer, head) by the least of length, length / 2, length / 4 ... that holds the keys of the head."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for layer, row in enumerate(sizes):
+        for head, size in enumerate(row):
+            most = length
+            while most > LEAST_KEYS and -(-most // 2) >= size:
+                most = -(-most // 2)
+            found.setdefault(most, []).append((layer, head))
+    return found
+
+
+def _fit_head(  # noqa: PLR0913
+    q: Float[Array, "b t g e"],
+    total: Float[Array, "b t g"],
+    keys: Float[Array, "b t e"],
+    values: Float[Array, "b t e"],
+    keys_sent: Float[Array, "b m e"],
+    values_sent: Float[Array, "b m e"],
+    kept: Bool[Array, "b m"],
     *,
     mask: Bool[Array, "b t"],
-    block: int = BLOCK,
-) -> tuple[Float[Array, "b t k e"], Float[Array, "b t k"]]:
-    """Returns one layer's values and biases; keys are turned. See `fit`."""
-    keys, values, keys_sent, around = (
-        one.astype(jnp.float32).swapaxes(1, 2) for one in (keys, values, keys_sent, values_sent)
-    )
-    kept = kept.swapaxes(1, 2)  # [b k t]
-    heads, width = keys.shape[1], q.shape[-1]
-    pieces = tuple(_pieces(one, block) for one in (q.astype(jnp.float32) * width**-0.5, total[..., None], mask))
+    block: int,
+) -> tuple[Float[Array, "b m e"], Float[Array, "b m"]]:
+    """Returns the values and biases of one head's kept keys; keys are turned. See `fit`."""
+    keys, values, keys_sent, around = (one.astype(jnp.float32) for one in (keys, values, keys_sent, values_sent))
+    queries = q.astype(jnp.float32) * q.shape[-1] ** -0.5
+    pieces = tuple(_pieces(one, block) for one in (queries, total, mask))
 
     def shares(piece: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns queries' shares of attention to the text, their sum, and those of the kept keys as sent."""
-        queries, total = (by_head(one, heads) for one in piece[:2])  # [b k g q e]
-        asks = piece[2][:, None, None, :, None]
-        exact, own = (jnp.einsum("bkgqe,bkte->bkgqt", queries, one) - total for one in (keys, keys_sent))
-        exact = jnp.where(asks & mask[:, None, None, None], jnp.exp(exact), 0.0)
-        own = jnp.where(asks & kept[:, :, None, None], jnp.exp(jnp.minimum(own, _LOUDEST)), 0.0)
+        queries, total, asks = piece[0], piece[1].swapaxes(1, 2)[..., None], piece[2][:, None, :, None]
+        exact, own = (jnp.einsum("bqge,bte->bgqt", queries, one) - total for one in (keys, keys_sent))
+        exact = jnp.where(asks & mask[:, None, None], jnp.exp(exact), 0.0)
+        own = jnp.where(asks & kept[:, None, None], jnp.exp(jnp.minimum(own, _LOUDEST)), 0.0)
         return exact, exact.sum(axis=-1, keepdims=True), own
 
     def of_mass(piece: tuple) -> tuple[jax.Array, jax.Array]:
         _, mass, own = shares(piece)
         relative = own / jnp.maximum(mass, _FAINTEST)
-        return jnp.einsum("bkgqt,bkgqs->bkts", relative, relative), relative.sum(axis=(2, 3))
+        return jnp.einsum("bgqm,bgqn->bmn", relative, relative), relative.sum(axis=(1, 2))
 
     def of_outputs(piece: tuple, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         exact, mass, own = shares(piece)
-        own = own * weight[:, :, None, None]
+        own = own * weight[:, None, None]
         own = own / jnp.maximum(own.sum(axis=-1, keepdims=True) + 1.0 - mass, _FAINTEST)
-        missing = jnp.einsum("bkgqt,bkte->bkgqe", exact, values) - jnp.einsum("bkgqt,bkte->bkgqe", own, around)
-        return jnp.einsum("bkgqt,bkgqs->bkts", own, own), jnp.einsum("bkgqt,bkgqe->bkte", own, missing)
+        missing = jnp.einsum("bgqt,bte->bgqe", exact, values) - jnp.einsum("bgqm,bme->bgqe", own, around)
+        return jnp.einsum("bgqm,bgqn->bmn", own, own), jnp.einsum("bgqm,bgqe->bme", own, missing)
 
     with jax.default_matmul_precision("highest"):
-        count = kept.sum(axis=2, dtype=jnp.int32)
-        gram, right = _sum(of_mass, pieces)
-        weight = _weigh(gram, right, count)
+        count = kept.sum(axis=1, dtype=jnp.int32)
+        weight = _weigh(*_sum(of_mass, pieces), count)
         gram, right = _sum(lambda piece: of_outputs(piece, weight), pieces)
-        change = solve_ridge(gram, right, count, RIDGE)
-    fitted = jnp.where(kept[..., None], around + change, 0.0).swapaxes(1, 2).astype(values_sent.dtype)
-    return fitted, jnp.where(kept, jnp.log(weight), 0.0).swapaxes(1, 2)
+        change = solve_ridge(gram[:, None], right[:, None], count[:, None], RIDGE)[:, 0]
+    fitted = jnp.where(kept[..., None], around + change, 0.0).astype(values_sent.dtype)
+    return fitted, jnp.where(kept, jnp.log(weight), 0.0)
 
 
-def _weigh(
-    gram: Float[Array, "b k t t"], right: Float[Array, "b k t"], count: Int[Array, "b k"]
-) -> Float[Array, "b k t"]:
+def _weigh(gram: Float[Array, "b m m"], right: Float[Array, "b m"], count: Int[Array, " b"]) -> Float[Array, "b m"]:
     """Returns factors of the kept keys' shares with which they sum to the text's: nonnegative least squares."""
-    pull = PULL * jnp.trace(gram, axis1=2, axis2=3)[..., None] / jnp.maximum(count, 1).astype(jnp.float32)[..., None]
+    pull = PULL * jnp.trace(gram, axis1=1, axis2=2)[:, None] / jnp.maximum(count, 1).astype(jnp.float32)[:, None]
 
     def apply(vector: jax.Array) -> jax.Array:
-        return jnp.einsum("bkts,bks->bkt", gram, vector) + pull * vector
+        return jnp.einsum("bmn,bn->bm", gram, vector) + pull * vector
 
     def power(_: jax.Array, vector: jax.Array) -> jax.Array:
         vector = apply(vector)
-        return vector / jnp.maximum(jnp.linalg.norm(vector, axis=2, keepdims=True), 1e-30)
+        return vector / jnp.maximum(jnp.linalg.norm(vector, axis=1, keepdims=True), 1e-30)
 
     first = jax.lax.fori_loop(0, _POWERS, power, jnp.ones_like(right))
-    step = 1.0 / jnp.maximum((first * apply(first)).sum(axis=2, keepdims=True), 1e-30)
+    step = 1.0 / jnp.maximum((first * apply(first)).sum(axis=1, keepdims=True), 1e-30)
 
     def descend(_: jax.Array, weight: jax.Array) -> jax.Array:
         return jnp.clip(weight - step * (apply(weight) - right - pull), *WEIGHTS)

@@ -1,5 +1,6 @@
 """A text's message of kind "cache": which keys each head keeps, the numbers of their code, and biases; and back."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -62,17 +63,22 @@ def choose(fitted: Bool[Array, " b"], one: Sent, other: Sent) -> Sent:
     return Sent(numbers, one.kept, jnp.where(fitted[None, :, None, None], one.bias, other.bias), one.step)
 
 
-def want(
-    cfg: DecoderConfig, reading: Reading, kept: Bool[Array, "l b t k"], *, seen: jax.Array, fitted: bool
+def want(  # noqa: PLR0913
+    cfg: DecoderConfig,
+    reading: Reading,
+    kept: Bool[Array, "l b t k"],
+    *,
+    seen: jax.Array,
+    sizes: Sizes | None,
 ) -> Wanted:
     """Returns what the numbers of a text that was read behind `seen` tokens should say.
 
-    Where it is `fitted`, the kept keys have values that give what the whole text gave.
+    The kept keys, of each head `sizes` at most, have values that give what the whole text gave; None: their own.
     """
     text = reading.text
-    if fitted:
+    if sizes is not None:
         assert reading.queries is not None, "a fit needs the repeating queries"
-        v, _ = cache_choice.fit(cfg, reading.queries, text, kept, seen=seen)
+        v, _ = cache_choice.fit(cfg, reading.queries, text, kept, seen=seen, sizes=sizes)
         text = text._replace(v=jnp.where(kept[..., None], v, text.v))
     return Wanted(text, kept, cache_code.importance(reading.power, kept, text.mask, ROOT))
 
@@ -92,20 +98,20 @@ def encode(  # noqa: PLR0913
     step: Float[Array, " b"],
     *,
     seen: jax.Array,
-    fitted: bool,
+    sizes: Sizes | None,
     factors: str | None = None,
 ) -> list[Sent]:
     """Returns the message of a text for each choice of what is kept; the first has all keys of the others.
 
-    The numbers are those of the first, the same in all. Where it is `fitted`, biases fit what the reader decodes.
+    The numbers are those of the first, the same in all. With `sizes`, at least as many keys as each head keeps in the
+    first, values are fitted to the text and biases to what the reader decodes.
     """
-    z = solve(params, want(cfg, reading, kept[0], seen=seen, fitted=fitted), step, factors)
+    z = solve(params, want(cfg, reading, kept[0], seen=seen, sizes=sizes), step, factors)
     numbers = jnp.rint(z / step[:, None, None]).astype(jnp.int32)
-    found = (fit_biases(cfg, params, reading, one, numbers, step, seen=seen) if fitted else None for one in kept)
-    return [
-        Sent(numbers, one, jnp.zeros(one.shape) if bias is None else bias, step)
-        for one, bias in zip(kept, found, strict=True)
-    ]
+    if sizes is None:
+        return [Sent(numbers, one, jnp.zeros(one.shape), step) for one in kept]
+    fit = functools.partial(fit_biases, cfg, params, reading, seen=seen, sizes=sizes)
+    return [Sent(numbers, one, fit(one, numbers, step), step) for one in kept]
 
 
 def fit_biases(  # noqa: PLR0913
@@ -117,11 +123,12 @@ def fit_biases(  # noqa: PLR0913
     step: Float[Array, " b"],
     *,
     seen: jax.Array,
+    sizes: Sizes,
 ) -> Float[Array, "l b t k"]:
     """Returns the biases with which what the reader decodes from the numbers gives what the whole text gave."""
     assert reading.queries is not None, "a fit needs the repeating queries"
     decoded = _read(params, numbers, step)
-    _, bias = cache_choice.fit(cfg, reading.queries, reading.text, kept, seen=seen, sent=decoded)
+    _, bias = cache_choice.fit(cfg, reading.queries, reading.text, kept, seen=seen, sent=decoded, sizes=sizes)
     levels = jnp.clip(jnp.rint(bias / cache_codec.BIAS), *cache_codec.BIASES)
     return jnp.where(kept, levels * cache_codec.BIAS, 0.0)
 

@@ -19,6 +19,11 @@ from lw_jax.models.decoder import Cache, DecoderConfig, KVPrefix, Mode, PackedPr
 Sizes = tuple[tuple[int, ...], ...]  # keys of each head of keys, by layer
 
 
+def all_keys(cfg: DecoderConfig, length: int) -> Sizes:
+    """Returns the sizes of heads that keep every key of a text."""
+    return ((length,) * cfg.kv_heads,) * cfg.layers
+
+
 def open_cache(  # noqa: PLR0913  (as `decoder.forward`)
     params: Tree,
     cfg: DecoderConfig,

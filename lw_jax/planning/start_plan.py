@@ -21,7 +21,7 @@ from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.progress import phase
 from lw_jax.evals.cache_functions import CacheFunctions
-from lw_jax.models import cache_code
+from lw_jax.models import cache_code, kv_prefix
 from lw_jax.planning import hardware, host_memory, plans
 from lw_jax.planning.hardware import HOST_BYTES, Hardware
 from lw_jax.planning.plans import Candidate, Plan
@@ -249,7 +249,8 @@ def _programs(recipe: CacheWire, name: str, rows: int, tokens: int) -> dict[bool
 
     def write(params: Any, code: Any, fields: Any, count: jax.Array, step: jax.Array) -> Any:
         reading = functions.read_twice(params, fields, name, True)
-        return functions.encode(code, reading, fields["before"]["mask"], [count], step, name, True)
+        sizes = kv_prefix.all_keys(model, tokens)
+        return functions.encode(code, reading, fields["before"]["mask"], [count], step, name, sizes)
 
     step = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=every)
     return {False: (read, (params, fields)), True: (write, (params, code, fields, count, step))}

@@ -16,10 +16,11 @@ from lw_jax.data.batches import Batch
 from lw_jax.evals import cache_functions
 from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.evals.control_rows import ANSWER
-from lw_jax.models import cache_codec, cache_message
+from lw_jax.models import cache_codec, cache_message, kv_prefix
 from lw_jax.models.cache_choice import Reading
 from lw_jax.models.cache_codec import Coding, Section, Statistics
 from lw_jax.models.cache_message import Sent
+from lw_jax.models.kv_prefix import Sizes
 from lw_jax.models.wire import Prompt
 from sharding import place
 
@@ -141,7 +142,7 @@ class HeldOut:
         count = cache_functions.count_kept(self.code, np.where(batch.valid, batch.lengths, 0), ratio)
         steps, factors = np.full(len(count[0]), step, np.float32), self.functions.wire.readers[self.name].mode.factors
         before = batch.fields["before"]["mask"]
-        wanted = self.functions.want(batch.reading, before, count, self.name, fitted)
+        wanted = self.functions.want(batch.reading, before, count, self.name, self._sizes(batch) if fitted else None)
         return np.asarray(self.functions.solve(self.code, wanted, steps, factors)), np.asarray(wanted.kept)
 
     def _send(self, batch: _Batch, z: np.ndarray, kept: np.ndarray, step: float, fitted: bool) -> Sent:
@@ -149,8 +150,14 @@ class HeldOut:
         numbers, bias, steps = _round(z, step), np.zeros(kept.shape, np.float32), np.full(len(z), step, np.float32)
         if fitted:
             code, before = self.code, batch.fields["before"]["mask"]
-            bias = self.functions.fit_biases(code, batch.reading, before, kept, numbers, steps, self.name)
+            bias = self.functions.fit_biases(
+                code, batch.reading, before, kept, numbers, steps, self.name, self._sizes(batch)
+            )
         return Sent(numbers, kept, np.asarray(bias), steps)
+
+    def _sizes(self, batch: _Batch) -> Sizes:
+        """Returns the same for all ratios, so that these share their programs."""
+        return kv_prefix.all_keys(self.functions.wire.readers[self.name].config, batch.mask.shape[1])
 
     def _sections(
         self, solved: list[tuple[np.ndarray, np.ndarray]], ratio: int, step: float, fitted: bool

@@ -13,7 +13,7 @@ from lw_jax.data.batches import Encoded
 from lw_jax.data.tokens import ByteTokenizer
 from lw_jax.evals import cache_rows
 from lw_jax.evals.cache_functions import CacheFunctions
-from lw_jax.models import cache_message, decoder, wire
+from lw_jax.models import cache_message, decoder, kv_prefix, wire
 from lw_jax.models.cache_message import Sent
 from lw_jax.recipes import cache_start, wire_shapes
 from lw_jax.recipes.curriculum import Curriculum
@@ -123,7 +123,11 @@ class CacheWire(WireReaders):
 
         def write(*ways: bool) -> Sent:
             reading, before = self.functions.read_twice(frozen, text, name, any(ways)), fields["before"]["mask"]
-            found = (self.functions.encode(still, reading, before, [count], step, name, way)[0] for way in ways)
+            sizes = kv_prefix.all_keys(reader.config, mask.shape[1])
+            found = (
+                self.functions.encode(still, reading, before, [count], step, name, sizes if way else None)[0]
+                for way in ways
+            )
             return functools.reduce(functools.partial(cache_message.choose, still["fitted"][ratio] > 0), found)
 
         sent = jax.lax.cond(jnp.any(still["fitted"][ratio] > 0), lambda: write(True, False), lambda: write(False))

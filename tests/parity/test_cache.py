@@ -203,9 +203,10 @@ def test_one_order_serves_every_share(both):
         np.testing.assert_array_equal(order < count[:, :, None], kept)
 
 
-@pytest.mark.parametrize("block", [5, 256])
+@pytest.mark.parametrize("block, least", [(5, 2), (256, cache_choice.LEAST_KEYS)])
 @pytest.mark.parametrize("decoded", [False, True])
-def test_fitted_values_and_biases(both, decoded, block):
+def test_fitted_values_and_biases(both, decoded, block, least, monkeypatch):
+    monkeypatch.setattr(cache_choice, "LEAST_KEYS", least)
     cfg, ours, theirs = both
     # Heads of their own counts, one of them without any.
     count = 1 + np.arange(cfg.layers * 3 * cfg.kv_heads).reshape(cfg.layers, 3, -1) % 6
@@ -220,7 +221,8 @@ def test_fitted_values_and_biases(both, decoded, block):
         scores = jnp.einsum("lbqkge,lbske->lbkgqs", q, turned) * cfg.head_dim**-0.5
         total = ours.queries.total.reshape(q.shape[:-1]).transpose(0, 1, 3, 4, 2)
         heard = np.asarray(jnp.exp(scores - total[..., None]))
-    given = {"seen": seen, "sent": sent if decoded else None, "block": block}
+    sizes = tuple(map(tuple, kept.sum(axis=2).max(axis=1).tolist()))
+    given = {"seen": seen, "sizes": sizes, "sent": sent if decoded else None, "block": block}
     values, bias = cache_choice.fit(cfg, ours.queries, ours.text, jnp.asarray(kept), **given)
     assert not np.asarray(values)[~kept].any() and not np.asarray(bias)[~kept].any()
     moved = 0.0

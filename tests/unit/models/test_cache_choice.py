@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lw_jax.core.errors import UserError
-from lw_jax.models import cache_choice, cache_code, decoder
+from lw_jax.models import cache_choice, cache_code, decoder, kv_prefix
 from tests import tiny
 
 SAME = 3e-5  # fp32, values of unit size: the same sums in another order
@@ -37,7 +37,9 @@ def test_any_number_of_devices_finds_the_same(devices):
         found = read(params, CFG, mask)
         assert found.queries is not None
         kept = cache_choice.choose(found.scores, mask, count)
-        fitted = cache_choice.fit(CFG, found.queries, found.text, kept, seen=2)
+        fitted = cache_choice.fit(
+            CFG, found.queries, found.text, kept, seen=2, sizes=kv_prefix.all_keys(CFG, MASK.shape[1])
+        )
         return found.text, found.scores, kept, fitted
 
     def code(text):
