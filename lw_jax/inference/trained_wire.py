@@ -37,16 +37,16 @@ from lw_jax.training import run_folder, wire_folder
 
 
 def load_wire(
-    folder: str | Path, config: Mapping[str, str] | None = None, readers: Sequence[str] = ()
+    folder: str | Path, config: Mapping[str, object] | None = None, readers: Sequence[str] = ()
 ) -> "TrainedWire | CodedWire":
     """Opens the trained wire in a run's folder, an exported wire folder or a repository "owner/name" of the hub.
 
-    `config` replaces values of its configuration, as flags do: {"llms.llama.source": "models/llama"}. `readers`: see
+    `config` replaces values of its configuration, as flags do: {"data.context_tokens": 2048}. `readers`: see
     `open_wire`.
     """
     path = wire_repository.locate(folder)
     values = run_folder.load(path, verb="load_wire")
-    config_file.override(values, config or {})
+    config_file.override(values, {path: str(value) for path, value in (config or {}).items()})
     cfg = build(values)
     validation.validate(cfg)
     run_folder.check_agreement(cfg, path)

@@ -210,7 +210,7 @@ def test_models_that_stayed_behind_are_asked_for_by_flag(exported, tmp_path):
     with pytest.raises(UserError, match=r"--config\.llms\.llama\.source="):
         lw_jax.load_wire(tmp_path / "wire")
     with pytest.raises(UserError, match=r"encoder\.slots"):  # which the wire learned with
-        lw_jax.load_wire(exported["fp32"], config={"encoder.slots": "3"})
+        lw_jax.load_wire(exported["fp32"], config={"encoder.slots": 3})
 
 
 def test_readers_that_are_not_named_are_not_needed(exported, trained, tmp_path, capsys):
