@@ -48,7 +48,8 @@ def test_whole_prompt_is_opening_prefix_and_question(wire):
     assert prefix.shape == (4, 56) and found.dtype == prefix.dtype == np.float32
     latents = np.zeros((1, 5, 24), np.float32)
     latents[0, :3, :11] = codec.unpack(message, encoder=wire.encoder_fingerprint)
-    own = wire.recipe.wire.prefix(wire.trainable["adapters"][READER], READER, jnp.asarray(latents), "answer")[0]
+    adapter = wire.trainable["adapters"][READER]
+    own = tiny.compiled(wire.recipe.wire.prefix, adapter, READER, latents, "answer")[0]
     np.testing.assert_allclose(prefix, np.concatenate([own[:3], own[5:]]), atol=SAME)
     table, one = np.asarray(wire.frozen[READER]["embed"]), wire.recipe.tokenizers[READER]
     before = table[[*one.begin, *one.encode("Context:\n")]]

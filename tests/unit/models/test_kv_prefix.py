@@ -102,7 +102,8 @@ def test_what_stands_before_messages_is_read_once_for_all_questions(root, monkey
     latents, own = functions.encode(built.trainable, fields["source"]), fields["readers"]["qwen"]
     params, adapter = built.frozen["qwen"], built.trainable["adapters"]["qwen"]
     prompt = functions.prompt_from_latents(built.trainable, params, own, latents, "qwen")
-    wanted = wire_prompt(params, own, recipe.wire.prefix(adapter, "qwen", latents, "answer"))
+    prefix = tiny.compiled(recipe.wire.prefix, adapter, "qwen", latents, "answer")
+    wanted = wire_prompt(params, own, prefix)
     assert prompt.shared_prefix is None and wanted.shared_prefix is not None
     assert prompt.positions == wanted.positions
     found = [functions.score(params, one, own, "qwen")["nll"] for one in (prompt, wanted)]
