@@ -1,5 +1,8 @@
 """Prompts as embeddings or keys and values, many questions at once, streamed answers."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,20 +23,21 @@ def wire(root):
 
 @pytest.fixture(scope="module")
 def kv(root):
-    return tiny.make_wire(root, eval__max_new_tokens=6, adapter__kind="kv")
+    return tiny.make_wire(root, only=READER, eval__max_new_tokens=6, adapter__kind="kv")
 
 
-def greedy(wire, x, count, cache=None):
-    """Ids by an argmax over whole passes, one token after the other."""
+@functools.partial(jax.jit, static_argnames="cfg")
+def logits_behind(params, cfg, x, mask, cache):
+    return decoder.logits(params, decoder.extend(params, cfg, x, mask=mask, cache=cache)[0])[0]
+
+
+def greedy(wire, x, count, cache, *, width):
+    """Ids by an argmax over whole passes, one token after the other; `x` is filled up to a width."""
     params, cfg, ids = wire.frozen[READER], wire.recipe.wire.readers[READER].config, []
     for _ in range(count):
-        mask = jnp.ones((1, len(x)), bool)
-        given = (params, cfg, jnp.asarray(x)[None])
-        if cache is None:
-            hidden = tiny.compiled(decoder.forward, *given, mask=mask).hidden
-        else:
-            hidden, _ = tiny.compiled(decoder.extend, *given, mask=mask, cache=cache)
-        ids.append(int(jnp.argmax(decoder.logits(params, hidden[:, -1:])[0, 0])))
+        mask = np.arange(width)[None] < len(x)
+        filled = np.pad(x, ((0, width - len(x)), (0, 0)))[None]
+        ids.append(int(jnp.argmax(logits_behind(params, cfg, filled, mask, cache)[len(x) - 1])))
         x = np.concatenate([x, np.asarray(params["embed"])[ids[-1:]]])
     return ids
 
@@ -44,7 +48,8 @@ def test_whole_prompt_is_opening_prefix_and_question(wire):
     assert prefix.shape == (4, 56) and found.dtype == prefix.dtype == np.float32
     latents = np.zeros((1, 5, 24), np.float32)
     latents[0, :3, :11] = codec.unpack(message, encoder=wire.encoder_fingerprint)
-    own = wire.recipe.wire.prefix(wire.trainable["adapters"][READER], READER, jnp.asarray(latents), "answer")[0]
+    adapter = wire.trainable["adapters"][READER]
+    own = tiny.compiled(wire.recipe.wire.prefix, adapter, READER, latents, "answer")[0]
     np.testing.assert_allclose(prefix, np.concatenate([own[:3], own[5:]]), atol=SAME)
     table, one = np.asarray(wire.frozen[READER]["embed"]), wire.recipe.tokenizers[READER]
     before = table[[*one.begin, *one.encode("Context:\n")]]
@@ -86,18 +91,18 @@ def test_keys_and_values_with_what_follows_are_the_prompt(kv):
     message = kv.write(TEXT, slots=3)
     found = kv.prefix_kv([message] * 2, READER, QUESTIONS[:2])
     opening = len([*kv.recipe.tokenizers[READER].begin, *kv.recipe.tokenizers[READER].encode("Context:\n")])
-    positions = opening + 3
+    positions, width = opening + 3, max(len(prompt.embeddings) for prompt in found) + 3
     for prompt, question in zip(found, QUESTIONS, strict=False):
         assert prompt.keys_values.shape == (3, 2, 1, 4, positions, 6)
         assert prompt.keys_values.dtype == prompt.embeddings.dtype == np.float32
-        room = positions + len(prompt.embeddings) + 3
+        room = positions + width
         # l 1 k t e -> l 1 t k e, and room for what follows
         k, v = np.pad(
             prompt.keys_values.swapaxes(3, 4), [(0, 0)] * 3 + [(0, room - positions)] + [(0, 0)] * 2
         ).swapaxes(0, 1)
         valid = jnp.arange(room)[None] < positions
         cache = decoder.Cache(jnp.asarray(k), jnp.asarray(v), valid, jnp.int32(positions))
-        ids = greedy(kv, prompt.embeddings, 3, cache)
+        ids = greedy(kv, prompt.embeddings, 3, cache, width=width)
         said = kv.recipe.tokenizers[READER].decode(ids).strip().split("\n")[0].strip()
         assert said and kv.read(message, READER, question).startswith(said)
 

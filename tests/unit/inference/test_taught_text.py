@@ -57,7 +57,7 @@ def sums(recipe, fields, *, whole=False):
         logits = recipe.wire.answer_logits(params, "qwen", prompt, fields)
         return token_losses.nll(logits, fields["targets"], fields["weights"])
 
-    return jax.value_and_grad(loss, has_aux=True)(trainable)
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(trainable)
 
 
 def check_same(found, wanted):

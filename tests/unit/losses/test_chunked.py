@@ -1,5 +1,7 @@
 """Losses from logits of which only a part exists at once: values and gradients of all, and nothing made twice."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +24,7 @@ def case():
     return hidden, table, jnp.asarray(rng.integers(0, V, (B, T)), jnp.int32), weights
 
 
+@jax.jit
 def plain(hidden, table, targets):
     """Each target's log-probability, all logits at once."""
     logp = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", hidden, table), axis=2)
@@ -39,12 +42,12 @@ def test_log_probabilities_and_what_states_change_of_them_are_those_of_all_logit
         logp, mean = chunked.token_logp(hidden, table, targets, chunk=chunk)
         return of_rows(logp), (logp, mean)
 
-    (_, (logp, mean)), gradient = jax.value_and_grad(found, has_aux=True)(hidden)
+    (_, (logp, mean)), gradient = jax.jit(jax.value_and_grad(found, has_aux=True))(hidden)
     np.testing.assert_allclose(logp, plain(hidden, table, targets), atol=SAME)
     np.testing.assert_allclose(mean, jnp.einsum("btd,vd->btv", hidden, table).mean(axis=2), atol=SAME)
-    wanted = jax.grad(lambda hidden: of_rows(plain(hidden, table, targets)))(hidden)
+    wanted = jax.jit(jax.grad(lambda hidden: of_rows(plain(hidden, table, targets))))(hidden)
     np.testing.assert_allclose(gradient, wanted, atol=SAME)
-    unasked = chunked.token_logp(hidden, table, targets, chunk=chunk)
+    _, unasked = jax.jit(found)(hidden)
     np.testing.assert_allclose(unasked, (logp, mean), atol=SAME)
 
 
@@ -59,15 +62,16 @@ def test_summed_loss_and_its_gradients_are_those_of_all_logits_and_filled_rows_a
     def wanted(hidden, table):
         return -3.0 * jnp.sum(plain(hidden, table, targets) * weights)
 
-    (total, each), gradients = jax.value_and_grad(found, (0, 1), has_aux=True)(hidden, table)
+    (total, each), gradients = jax.jit(jax.value_and_grad(found, (0, 1), has_aux=True))(hidden, table)
     np.testing.assert_allclose(each, -plain(hidden, table[:V], targets), atol=SAME)
     assert float(total) == pytest.approx(float(wanted(hidden, table[:V])), rel=SAME)
-    for one, other in zip(gradients, jax.grad(wanted, (0, 1))(hidden, table[:V]), strict=True):
+    for one, other in zip(gradients, jax.jit(jax.grad(wanted, (0, 1)))(hidden, table[:V]), strict=True):
         np.testing.assert_allclose(one[: len(other)], other, atol=10 * SAME)
     assert not np.any(gradients[1][V:])
-    unasked, _ = found(hidden, table)
+    unasked, _ = jax.jit(found)(hidden, table)
     assert float(unasked) == pytest.approx(float(total), rel=SAME)
-    assert (np.asarray(found(hidden, table, vocab=0)[1]) > np.asarray(each)).all(), "unmasked they take their share"
+    _, unmasked = jax.jit(functools.partial(found, vocab=0))(hidden, table)
+    assert (np.asarray(unmasked) > np.asarray(each)).all(), "unmasked they take their share"
 
 
 def products(function, *arguments, chunk):

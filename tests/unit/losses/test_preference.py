@@ -46,7 +46,8 @@ def differentiate(logps, each_of):
         each = each_of(dataclasses.replace(logps, chosen=chosen, rejected=rejected))
         return each.sum(), each
 
-    (_, each), gradients = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(logps.chosen, logps.rejected)
+    graded = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
+    (_, each), gradients = graded(logps.chosen, logps.rejected)
     return each, *gradients
 
 

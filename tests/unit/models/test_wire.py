@@ -77,7 +77,8 @@ def test_length_that_chooses_the_frequencies_counts_no_padding(root, parts):
     params, fields, part = built.frozen["llama"], batch["readers"]["llama"], built.trainable["adapters"]["llama"]
     recipe = tiny.make_recipe(root)
     latents = jax.random.normal(jax.random.key(3), (3, recipe.cfg.encoder.slots, recipe.cfg.encoder.width))
-    prompt = wire.wire_prompt(params, fields, recipe.wire.prefix(part, "llama", latents, "answer"))
+    prefix = tiny.compiled(recipe.wire.prefix, part, "llama", latents, "answer")
+    prompt = wire.wire_prompt(params, fields, prefix)
     rows, counts = prompt.joined(), np.asarray(fields["weights"].sum(axis=1), int)
     lengths = np.asarray(rows.mask.sum(axis=1)) + counts - 1
     short = int(np.argmin(lengths + 100 * (counts == counts.max())))
@@ -118,7 +119,8 @@ def test_readers_have_adapters_of_their_own_and_calibrated(recipe, parts):
     assert kernels[0].shape == kernels[1].shape and not np.array_equal(*kernels)
     for name in ("llama", "qwen"):
         assert recipe.wire.readers[name].stops == tuple(recipe.tokenizers[name].stops) != ()
-        prefix = recipe.wire.prefix(built.trainable["adapters"][name], name, latents, "answer")[:, :-1]
+        adapter = built.trainable["adapters"][name]
+        prefix = tiny.compiled(recipe.wire.prefix, adapter, name, latents, "answer")[:, :-1]
         assert prefix.shape[2] == recipe.wire.readers[name].config.width
         embedding = np.sqrt(np.mean(np.square(built.frozen[name]["embed"])))
         assert np.sqrt(np.mean(np.square(prefix))) == pytest.approx(embedding, rel=0.2)  # three texts
@@ -147,7 +149,7 @@ def own_words(recipe, parts):
     x, task = decoder.embed(params, ids), 0.1 * jax.random.normal(jax.random.key(5), (3, 1, cfg.width))
     first = fields["before"]
     shared = decoder.SharedPrefix(decoder.embed(params, first["ids"][:1]), first["mask"][:1])
-    own = kv_prefix.take(params, cfg, x, mask=mask, shared_prefix=shared)
+    own = tiny.compiled(kv_prefix.take, params, cfg, x, mask=mask, shared_prefix=shared)
     fields = fields | {"channel": fields["channel"].at[:, 0].set(jnp.asarray([5, 3, 1]))}
     return params, fields, KeysValues(own.k, own.v, task), jnp.concatenate([x, task], axis=1)
 

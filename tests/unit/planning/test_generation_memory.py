@@ -81,7 +81,8 @@ def test_readers_are_told(root):
 
 @pytest.mark.parametrize("kind", ["embeddings", "kv"])
 def test_a_program_for_each_token_gives_the_ids_and_scores_of_one_program(kind, root):
-    recipe = tiny.make_recipe(root, adapter__kind=kind, compute__dtype="bf16", llms__qwen__weights="bf16")
+    half = {"compute__dtype": "bf16", "llms__qwen__weights": "bf16"}
+    recipe = tiny.make_recipe(root, only="qwen", adapter__kind=kind, **half)
     built, fields = recipe.build(), recipe.data("validation").collate(range(4))
     latents = WireFunctions(recipe.wire, recipe.placement).encode(built.trainable, fields["source"])
     for name, own in fields["readers"].items():

@@ -57,7 +57,7 @@ def test_what_does_not_fit_takes_more_devices_or_says_so():
 
 
 def test_the_cpu_is_planned_by_compiling_and_as_json(root, capsys):
-    cfg = tiny.make_config(root, **CACHE, mesh__placement="single")
+    cfg = tiny.make_config(root, only="llama", **CACHE, mesh__placement="single")
     assert tiny.call("plan", cfg, root, json=True) == 0
     found = json.loads(capsys.readouterr().out)
     reader = found["chosen"]["readers"]["llama"]

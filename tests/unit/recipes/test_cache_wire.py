@@ -170,7 +170,8 @@ def test_half_of_the_texts_weigh_at_all_positions_and_half_at_the_ratio():
 
 
 def test_a_start_goes_without_held_out_texts_that_are_too_long(root, monkeypatch):
-    cfg = make_config(root, encoder__width=8, encoder__texts=16, encoder__ratio=1, data__overlong="drop")
+    small = {"encoder__width": 8, "encoder__texts": 16, "encoder__ratio": 1}
+    cfg = make_config(root, only="qwen", data__overlong="drop", **small)
     recipe = CacheWire(cfg, tiny.place(cfg))
     first_held_out = 7  # of one in eight
     examples = [

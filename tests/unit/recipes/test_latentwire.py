@@ -98,7 +98,9 @@ def test_stage_of_adapters_alone_has_no_gradient_of_the_encoder_in_step_norm_or_
 
 
 def test_latents_go_through_the_channel_that_their_stage_draws(root):
-    plain, sent = (tiny.make_recipe(root, **changes) for changes in ({}, {"stages__answer__bits": (EXACT, 4)}))
+    plain, sent = (
+        tiny.make_recipe(root, only="llama", **changes) for changes in ({}, {"stages__answer__bits": (EXACT, 4)})
+    )
     trainable = plain.build().trainable
     batch = jax.tree.map(jnp.asarray, plain.data("validation").collate(range(3)))
     channel = jnp.asarray([[5, 24, EXACT], [5, 24, 4], [2, 24, 4]], jnp.int32)
@@ -123,7 +125,7 @@ def test_bert_body_s_window_beyond_its_positions_is_refused_with_the_remedy(root
 def test_planned_batch_has_the_fields_of_a_real_one(root, monkeypatch, tmp_path):
     monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
     for changes in ({}, {"loss__kl": 1.0}, {"loss__kl": 1.0, "loss__teacher_k": 0}):
-        recipe = tiny.make_recipe(root, data__cards=9, **changes)
+        recipe = tiny.make_recipe(root, only="qwen", data__cards=9, **changes)
         real = recipe.data_schedule().shapes()[0]
         planned = recipe.batch_widths()
         assert jax.tree.structure(planned) == jax.tree.structure(real), changes
