@@ -13,6 +13,7 @@ TEXT = "Mira keeps a copper lantern in the old mill. Tom keeps a silver bell in 
 QUESTIONS = ("What does Mira keep?", "Where is the bell?", "Who is in the barn?")
 pytestmark = pytest.mark.slow
 PLACED = {
+    "replicate 4": {"devices": 4},
     "fsdp 2": {"devices": 2, "strategy": "fsdp"},
     "data 2 x tensor 2": {"devices": 4, "strategy": "tensor", "model": 2},
     "tensor 4, of 2 heads of keys": {"devices": 4, "strategy": "tensor", "model": 4},

@@ -36,11 +36,12 @@ def test_every_pair_moves_and_no_body_is_kept(root, keys, whole):
 @pytest.mark.parametrize(
     "placed",
     [
+        {"devices": 3, "train__micro_batch": 2},
         {"devices": 2, "strategy": "fsdp"},
         {"devices": 4, "model": 2, "strategy": "tensor"},
         {"devices": 3, "strategy": "hybrid3", "train__micro_batch": 4},
     ],
-    ids=lambda placed: placed["strategy"],
+    ids=lambda placed: placed.get("strategy", "replicate"),
 )
 def test_every_placement_gives_the_curve_of_one_device(root, keys, whole, placed, tmp_path):
     _, losses, _ = tiny.unsaved_curve(tiny.make_recipe(root, **keys | placed), tmp_path / "run")

@@ -18,7 +18,8 @@ ROWS = ("text", "latents", "shuffled", "zero")
 # Those on one mesh over 2, 4 and 8 devices stand in test_training.py.
 PLACED = {
     # A batch of 8 filled up with rows of weight zero.
-    "replicate 5 accumulate 2": {"devices": 5, "train__micro_batch": 1},
+    "replicate 3 accumulate 2": {"devices": 3, "train__micro_batch": 2},
+    "replicate 5": {"devices": 5},
     "replicate 7": {"devices": 7},
     "data 3 x tensor 2": {"devices": 6, "model": 2, "strategy": "tensor"},
     "hybrid3 accumulate 3": {"devices": 3, "strategy": "hybrid3", "train__micro_batch": 3},

@@ -17,11 +17,11 @@ from tests.tiny import curve
 MESHES = {
     "replicate 8": {"devices": 8},
     "replicate 3, a row of nine without weight": {"devices": 3},
-    "fsdp 4, accumulate 2, remat full": {
-        **{"devices": 4, "strategy": "fsdp", "train__micro_batch": 1, "compute__remat": "full"}
-    },
+    "fsdp 4": {"devices": 4, "strategy": "fsdp"},
+    "data 2 x tensor 4": {"devices": 8, "model": 4, "strategy": "tensor"},
+    "accumulate 4, remat full": {"devices": 1, "train__micro_batch": 2, "compute__remat": "full"},
     "data 2 accumulate 2": {"devices": 2, "train__micro_batch": 2},
-    "data 2 x tensor 4, logits of a row of each at once": {"devices": 8, "model": 4, "compute__logits_chunk": 1},
+    "data 2 x tensor 2, logits of a row of each at once": {"devices": 4, "model": 2, "compute__logits_chunk": 1},
 }
 
 
@@ -58,7 +58,7 @@ def test_muon_s_curve_is_the_same_however_it_is_computed(root, tmp_path):
     _, wanted, _ = tiny.unsaved_curve(tiny.make_recipe(root, **muon), tmp_path / "single")
     split = {
         "fsdp": {"devices": 4, "strategy": "fsdp", "train__micro_batch": 1},
-        "tensor": {"devices": 8, "model": 4},
+        "tensor": MESHES["data 2 x tensor 4"],
     }
     for name, where in split.items():
         _, losses, _ = tiny.unsaved_curve(tiny.make_recipe(root, **muon, **where), tmp_path / name)
