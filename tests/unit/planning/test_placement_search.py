@@ -70,7 +70,7 @@ def test_every_number_of_cards_takes_its_share_of_a_batch_that_it_does_not_divid
 
 
 def test_a_configured_placement_is_the_only_one(root, measure):
-    cfg = make_searched_config(root, mesh__placement="tensor", mesh__data=2, mesh__model=2)
+    cfg = make_searched_config(root, only="qwen", mesh__placement="tensor", mesh__data=2, mesh__model=2)
     assert list(placement_search.strategies(cfg, {"a": 3, "b": 5}, 8)) == [("tensor", 2, 2)]
     found = placement_search.choose(cfg, hardware(4))
     assert {(one.strategy, one.mesh) for one in found} == {("tensor", "2x2")}
@@ -149,7 +149,7 @@ def test_another_recomputation_is_compiled_where_arithmetic_was_wrong(root, monk
 def test_a_smaller_micro_batch_than_arithmetic_said_has_the_faster_recomputation_compiled_too(root, monkeypatch):
     """Weights are read with each micro-batch: several small ones of short texts take longer than one recomputing."""
     short = {"data__question_tokens": 4, "data__answer_tokens": 2, "encoder__slots": 1, "encoder__window": 16}
-    cfg = make_searched_config(root, mesh__placement="single", **short)
+    cfg = make_searched_config(root, only="qwen", mesh__placement="single", **short)
     whole = placement_search.choose(cfg, hardware(1, compile=None))[0]
     measure = replace_compiler(monkeypatch, none=5.0)
     slow = dataclasses.replace(H100, bandwidth=H100.bandwidth // 1000)
@@ -190,7 +190,7 @@ def test_an_estimate_compiles_nothing_and_takes_arithmetic(root, measure):
 
 
 def test_where_speed_is_not_known_recomputation_is_taken_to_hold_more_at_once(root, measure):
-    cfg = make_searched_config(root, mesh__placement="single", compute__dtype="fp32")
+    cfg = make_searched_config(root, only="qwen", mesh__placement="single", compute__dtype="fp32")
     peaks = {}
     for remat in config.REMATS["latentwire"]:
         own = config.with_remat(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, micro_batch=8)), remat)
@@ -242,12 +242,12 @@ def test_no_candidate_holds_less_than_one_example_a_device(batch, root, measure)
     assert refused == {mesh for mesh, data in (("4x2", 4), ("2x4", 2)) if batch < data}
 
 
-def test_a_second_fsdp_is_tried_only_where_widths_do_not_divide(root, measure):
+def test_a_second_fsdp_is_tried_only_where_widths_do_not_divide(root, measure, monkeypatch):
     """Widths of 48 and 56 divide by 2, 4 and 8, not both by 3, 5, 6 or 7."""
-    cfg = make_searched_config(root, train__global_batch=64)
+    cfg, every = make_searched_config(root, train__global_batch=64), placement_search.strategies
+    monkeypatch.setattr(placement_search, "strategies", lambda *on: [one for one in every(*on) if one[0] == "fsdp"])
     tried = {
-        count: [(one.mesh, one.fits) for one in placement_search.choose(cfg, hardware(count)) if one.strategy == "fsdp"]
-        for count in (4, 6, 7)
+        count: [(one.mesh, one.fits) for one in placement_search.choose(cfg, hardware(count))] for count in (4, 6, 7)
     }
     assert tried == {4: [("4x1", True)], 6: [("6x1", False), ("4x1", True)], 7: [("7x1", False), ("4x1", True)]}
 

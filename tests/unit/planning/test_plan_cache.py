@@ -77,10 +77,10 @@ SHAPE = {
 }
 
 
-@pytest.mark.parametrize("path", SHAPE)
-def test_what_shapes_a_step_or_its_limits_is_another_plan(path, root):
-    cfg = make_searched_config(root)
-    assert plan_cache.path(change(cfg, path, SHAPE[path]), "h100x2") != plan_cache.path(cfg, "h100x2")
+def test_what_shapes_a_step_or_its_limits_is_another_plan(root):
+    cfg = make_searched_config(root, only="qwen")
+    own = plan_cache.path(cfg, "h100x2")
+    assert not [path for path in SHAPE if plan_cache.path(change(cfg, path, SHAPE[path]), "h100x2") == own]
 
 
 def test_another_target_version_or_memory_is_another_plan(root, monkeypatch):

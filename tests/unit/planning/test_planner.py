@@ -97,7 +97,7 @@ def test_processors_that_would_take_different_dtypes_are_refused(root, monkeypat
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_plan_of_this_machine_is_the_first_process_s(cached, root, measure, monkeypatch):
-    cfg = make_searched_config(root, mesh__placement="fsdp", mesh__data=2, mesh__memory_gb=1.0)
+    cfg = make_searched_config(root, only="qwen", mesh__placement="fsdp", mesh__data=2, mesh__memory_gb=1.0)
     own = dataclasses.asdict(planner.make(cfg).chosen)
     if not cached:
         planner.plan_cache.path(cfg, "here").unlink()
@@ -125,7 +125,7 @@ def test_step_that_cannot_be_timed_is_planned_and_the_plan_says_why(root, measur
         "measure",
         lambda *args, **kwargs: dataclasses.replace(arithmetic(*args, **kwargs), programs=programs),
     )
-    cfg = make_searched_config(root, mesh__placement="fsdp", mesh__data=2, mesh__memory_gb=1.0)
+    cfg = make_searched_config(root, only="qwen", mesh__placement="fsdp", mesh__data=2, mesh__memory_gb=1.0)
     found = planner.make(cfg)
     assert found.chosen.step_seconds is None and found.hours is None
     assert f"time unknown: {found.untimed}" in plan_tables.report(found)
