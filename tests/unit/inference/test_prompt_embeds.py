@@ -32,14 +32,15 @@ def logits_behind(params, cfg, x, mask, cache):
 
 
 def greedy(wire, x, count, cache, *, width):
-    """Ids by an argmax over whole passes, one token after the other; `x` is filled up to a width."""
-    params, cfg, ids = wire.frozen[READER], wire.recipe.wire.readers[READER].config, []
+    """Ids by an argmax over whole passes, one token after the other, and their logits; `x` is filled up to a width."""
+    params, cfg, ids, found = wire.frozen[READER], wire.recipe.wire.readers[READER].config, [], []
     for _ in range(count):
         mask = np.arange(width)[None] < len(x)
         filled = np.pad(x, ((0, width - len(x)), (0, 0)))[None]
-        ids.append(int(jnp.argmax(logits_behind(params, cfg, filled, mask, cache)[len(x) - 1])))
+        found.append(logits_behind(params, cfg, filled, mask, cache)[len(x) - 1])
+        ids.append(int(jnp.argmax(found[-1])))
         x = np.concatenate([x, np.asarray(params["embed"])[ids[-1:]]])
-    return ids
+    return ids, found
 
 
 def test_whole_prompt_is_opening_prefix_and_question(wire):
@@ -102,7 +103,10 @@ def test_keys_and_values_with_what_follows_are_the_prompt(kv):
         ).swapaxes(0, 1)
         valid = jnp.arange(room)[None] < positions
         cache = decoder.Cache(jnp.asarray(k), jnp.asarray(v), valid, jnp.int32(positions))
-        ids = greedy(kv, prompt.embeddings, 3, cache, width=width)
+        ids, (first, *_) = greedy(kv, prompt.embeddings, 3, cache, width=width)
+        whole = next(kv._prompts([(message, question)], READER))[0]
+        own, _ = tiny.compiled(kv.recipe.wire.begin, kv.frozen[READER], READER, whole, max_new_tokens=1)
+        np.testing.assert_allclose(first, own[0], atol=SAME)  # ids alone are the same for keys a place beside theirs
         said = kv.recipe.tokenizers[READER].decode(ids).strip().split("\n")[0].strip()
         assert said and kv.read(message, READER, question).startswith(said)
 
