@@ -11,6 +11,7 @@ for each press and ratio, with the share of the text's gain in nats. Presses sho
 
 import argparse
 import collections
+import gc
 import itertools
 import json
 import statistics
@@ -53,10 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not isinstance(wire, CodedWire):
         raise UserError(f"--workdir {args.workdir}: a wire of trained latents; name one of encoder.kind='cache'")
     cases, decode = questions_of(wire, args.reader, args.questions), wire.recipe.tokenizers[args.reader].decode
+    rows = itertools.chain(_ours(wire, args, cases), _theirs(_case(wire, args, cases), args.python))
+    del wire  # the child loads the same model, and both together may not fit
     args.out.parent.mkdir(parents=True, exist_ok=True)
     found: list[Row] = []
     with args.out.open("w", encoding="utf-8") as file:
-        for row in itertools.chain(_ours(wire, args, cases), _theirs(wire, args, cases)):
+        for row in rows:
             if "error" not in row:
                 told = answers.first_line(decode(row.pop("ids")))
                 row |= {"answer": told, "f1": answers.f1(told, cases[row["question"]]["example"].answers)}
@@ -120,7 +123,8 @@ def _ours(wire: Any, args: argparse.Namespace, cases: list[Row]) -> Iterator[Row
             }
 
 
-def _theirs(wire: Any, args: argparse.Namespace, cases: list[Row]) -> Iterator[Row]:
+def _case(wire: Any, args: argparse.Namespace, cases: list[Row]) -> Row:
+    """Returns what the child is told."""
     import jax
 
     from lw_jax.recipes import frozen_models
@@ -128,7 +132,7 @@ def _theirs(wire: Any, args: argparse.Namespace, cases: list[Row]) -> Iterator[R
     cfg = wire.recipe.cfg
     llm = cfg.llms[args.reader]
     location = frozen_models.locate(cfg, llm.source, llm.sha256)
-    case = {
+    return {
         "folder": str(location if location.is_dir() else location.parent),
         "gguf": None if location.is_dir() else location.name,
         "dtype": DTYPES.get(llm.weights, "float32"),
@@ -139,16 +143,20 @@ def _theirs(wire: Any, args: argparse.Namespace, cases: list[Row]) -> Iterator[R
         "max_new_tokens": cfg.eval.max_new_tokens,
         "questions": [one["ids"] for one in cases],
     }
+
+
+def _theirs(case: Row, python: str) -> Iterator[Row]:
+    gc.collect()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "case.json"
         file.write_text(json.dumps(case), "utf-8")
-        with subprocess.Popen([args.python, str(CHILD), str(file)], stdout=subprocess.PIPE, text=True) as child:
+        with subprocess.Popen([python, str(CHILD), str(file)], stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None, "a pipe"
             for line in child.stdout:
                 if line.startswith("{"):  # presses print lines of their own
                     yield json.loads(line)
         if child.returncode:
-            raise UserError(f"--python {args.python}: {CHILD.name} ended with {child.returncode}; its lines are above")
+            raise UserError(f"--python {python}: {CHILD.name} ended with {child.returncode}; its lines are above")
 
 
 def summarise(rows: Sequence[Row]) -> str:

@@ -212,9 +212,9 @@ def fit(  # noqa: PLR0913
         chosen = kept[layer, :, :, own]
         places = jnp.argsort(~chosen, axis=1)[:, :most]  # stable: the kept ones in their order
         real = jnp.take_along_axis(chosen, places, axis=1)
-        given = (jnp.take_along_axis(one[layer, :, :, own], places[..., None], axis=1) for one in (heard, values))
-        exact = turned[layer, :, :, own], text.v[layer, :, :, own]
-        return places, *_fit_head(q, total, *exact, *given, real, mask=text.mask, block=block)
+        k, v, all_k, all_v = (one[layer, :, :, own] for one in (heard, values, turned, text.v))
+        k, v = (jnp.take_along_axis(one, places[..., None], axis=1) for one in (k, v))
+        return places, *_fit_head(q, total, all_k, all_v, k, v, real, mask=text.mask, block=block)
 
     def heads(most: int, fitted: tuple[jax.Array, jax.Array], numbers: jax.Array) -> tuple[tuple, None]:
         layer, own = numbers[:, 0, None, None], numbers[:, 1, None, None]
@@ -286,7 +286,8 @@ def _fit_head(  # noqa: PLR0913
 
     with jax.default_matmul_precision("highest"):
         count = kept.sum(axis=1, dtype=jnp.int32)
-        weight = _weigh(*_sum(of_mass, pieces), count)
+        gram, right = _sum(of_mass, pieces)
+        weight = _weigh(gram, right, count)
         gram, right = _sum(lambda piece: of_outputs(piece, weight), pieces)
         change = solve_ridge(gram[:, None], right[:, None], count[:, None], RIDGE)[:, 0]
     fitted = jnp.where(kept[..., None], around + change, 0.0).astype(values_sent.dtype)
