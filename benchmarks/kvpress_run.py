@@ -7,7 +7,6 @@ Knows no JAX. Every press gets the ids that we give our reader: what it shortens
 
 import json
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,9 @@ def main() -> int:
     found: Any = transformers.AutoModelForCausalLM.from_pretrained(case["folder"], gguf_file=case["gguf"], **words)
     model = found.to(case["device"]).eval()
     if case["gguf"]:  # presses open the tokenizer by the model's name
-        folder = tempfile.mkdtemp()
-        tokenizer = transformers.AutoTokenizer.from_pretrained(case["folder"], gguf_file=case["gguf"])
-        tokenizer.save_pretrained(folder)
-        model.config.name_or_path = folder
+        folder = Path(sys.argv[1]).with_name("tokenizer")
+        transformers.AutoTokenizer.from_pretrained(case["folder"], gguf_file=case["gguf"]).save_pretrained(folder)
+        model.config.name_or_path = str(folder)
     rows = ((one, ratio) for one in case["presses"] for ratio in case["ratios"])
     for name, ratio in (("text", 1), ("nothing", 1), *rows):
         press = make(name, ratio, model)

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
     wire = open_wire(cfg, workdir)
     if jax.process_index() == 0:
         print(f"{workdir}: checkpoint {wire.step}, read by {', '.join(cfg.llms)}", flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     found = evaluation.evaluate(wire, folder=folder)
     if jax.process_index() == 0:
         paths = evaluation.write(found, folder, step=wire.step, data=cfg.data.validation)

@@ -21,11 +21,10 @@ class RecordLog:
         self._path, self._records = path, dict[Name, Record]()
         if path is None:
             return
-        lines = path.read_text("utf-8").splitlines() if path.exists() else []
+        # What stands behind the last line's end was being written when the process was killed.
+        lines = path.read_text("utf-8").rpartition("\n")[0].splitlines() if path.exists() else []
         head = json.dumps({"key": key})
         kept = lines[1:] if lines[:1] == [head] else []
-        if kept and not _is_whole(kept[-1]):  # the process was killed while it wrote
-            kept.pop()
         self._keep([json.loads(line) for line in kept])
         write_whole(path, "".join(f"{line}\n" for line in (head, *kept)))
 
@@ -48,11 +47,3 @@ class RecordLog:
 
     def _keep(self, records: Sequence[Record]) -> None:
         self._records |= {(record["reader"], record["row"], record["index"]): record for record in records}
-
-
-def _is_whole(line: str) -> bool:
-    try:
-        json.loads(line)
-    except json.JSONDecodeError:
-        return False
-    return True

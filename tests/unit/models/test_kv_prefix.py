@@ -48,7 +48,7 @@ def joined(texts):
     return jnp.concatenate([first.repeat(2, 0), slots, after], axis=1), marks
 
 
-@pytest.mark.parametrize(("kind", "remat"), [(kind, "full" if kind == "window" else "none") for kind in KINDS])
+@pytest.mark.parametrize(("kind", "remat"), [*((kind, "none") for kind in KINDS), ("", "full")])
 def test_own_keys_and_values_stand_for_the_tokens_forward_and_backward(texts, kind, remat):
     cfg, mode = dataclasses.replace(CFG, **KINDS[kind]), decoder.Mode(remat=remat)
     params, shared = tiny.draw_decoder(cfg), decoder.SharedPrefix(texts[0], BEFORE)
