@@ -1,15 +1,17 @@
 """Where a training step spends its time, by the function that a kernel was traced in.
 
-    python benchmarks/step_profile.py --config configs/embeddings.py --config.optim.kind=adamw    # measured, on a CPU
+    python benchmarks/step_profile.py --config configs/embeddings.py --config.optim.kind=adamw    # measured, here
     python benchmarks/step_profile.py --config configs/large.py --config.mesh.placement=single \
         --config.compute.remat=none --config.train.global_batch=32 --target h100x1                # predicted, no card
 
-Measured are XLA's own events of a step on random weights and tokens, as in `run.py bench`: kernels run at once on
-several cores, so that their seconds may add up to more than the step's. With --target the step is compiled for absent
-cards, and each kernel takes what the planner's roofline says. A kernel that fuses several things counts as its result.
+Measured are XLA's own events of a step on random weights and tokens, as in `run.py bench`: on a CPU kernels run at once
+on several cores, so that their seconds may add up to more than the step's. On a GPU each kernel is launched by itself,
+not in CUDA graphs, whose kernels have no name of an operation. With --target the step is compiled for absent cards, and
+each kernel takes what the planner's roofline says. A kernel that fuses several things counts as its result.
 """
 
 import collections
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -61,45 +63,46 @@ def predict(target: str, config: str, values: dict[str, str]) -> tuple[str, list
 
 
 def measure(config: str, values: dict[str, str]) -> tuple[str, list[Row]]:
-    """Returns a step on this CPU and its kernels."""
-    import jax
-
+    """Returns a step on this machine's device and its kernels."""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
     from lw_jax.benchmarking import timing
     from lw_jax.benchmarking.measurement import Measured
     from lw_jax.planning import hlo_counts, planner
     from lw_jax.training.step_spec import StepSpec
 
-    if jax.default_backend() != "cpu":
-        raise UserError("the events of a GPU have other names; use jax.profiler and XProf there")
     measured = Measured(*planner.resolve_auto(common.load(config, values)), repeats=1)
     (row,), needs = measured.step(), measured.needs
     assert needs and row.seconds, "the step was measured"
     spec, (compiled, _) = StepSpec(measured.cfg, measured.recipe), needs.programs["step"]
     batch = measured.fill(spec.batch(measured.recipe.batch_widths(), needs.accumulation))
     found, kernels = trace(timing.stepper(spec, compiled, batch)), hlo_counts.kernels_by_name(compiled.as_text())
-    taken = [(kernels[name], seconds) for name, seconds in found.items() if name in kernels]  # no loops
-    return f"a step of {row.seconds.median:.2f} s", [(name_of(one), seconds, one.bytes) for one, seconds in taken]
+    taken = [(kernels[name], *of_all) for name, of_all in found.items() if name in kernels]  # no loops
+    rows = [(name_of(one), seconds, times * one.bytes) for one, seconds, times in taken]
+    return f"a step of {row.seconds.median:.3f} s", rows
 
 
 def name_of(kernel: Any) -> str:
     return f"{kernel.source or REST}{', products' if kernel.flops else ''}"
 
 
-def trace(step: Callable[[], Any]) -> dict[str, float]:
+def trace(step: Callable[[], Any]) -> dict[str, tuple[float, int]]:
+    """Returns each operation's seconds in one step, and how often it ran."""
     import jax
 
-    found: dict[str, float] = collections.defaultdict(float)
+    device = "/device:GPU" if jax.default_backend() == "gpu" else "/host:CPU"
+    seconds, times = collections.defaultdict[str, float](float), collections.Counter[str]()
     jax.block_until_ready(step())  # warms up
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(step())
         (file,) = Path(folder).rglob("*.xplane.pb")
         for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-            for line in plane.lines:
+            for line in plane.lines if plane.name.startswith(device) else ():
                 for event in line.events:
                     if name := dict(event.stats).get("hlo_op"):
-                        found[str(name)] += event.duration_ns / 1e9
-    return found
+                        seconds[str(name)] += event.duration_ns / 1e9
+                        times[str(name)] += 1
+    return {name: (taken, times[name]) for name, taken in seconds.items()}
 
 
 def table(what: str, rows: Sequence[Row]) -> str:

@@ -92,6 +92,35 @@ def keep_rows(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     return keep
 
 
+def by_rows(mesh: Mesh) -> Callable[[Callable], Callable]:
+    """Returns what makes a function of rows [b ...] run on each device's own: for a kernel, which XLA cannot split.
+
+    Inside `Shards.map` it runs on the rows of all shards.
+    """
+
+    def split(function: Callable) -> Callable:
+        spec = PartitionSpec("data")
+        return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+    def local(function: Callable) -> Callable:
+        if not _in_shard.get():
+            return split(function)
+        run = jax.custom_batching.custom_vmap(function)
+
+        @run.def_vmap
+        def _of_all_shards(count: int, mapped: Any, *operands: Any) -> tuple[Any, Any]:
+            def join(x: jax.Array, is_mapped: bool) -> jax.Array:
+                x = x if is_mapped else jnp.broadcast_to(x, (count, *x.shape))
+                return x.reshape(-1, *x.shape[2:])
+
+            found = split(function)(*jax.tree.map(join, operands, tuple(mapped)))
+            return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), found), jax.tree.map(lambda _: True, found)
+
+        return run
+
+    return local
+
+
 def keep_heads(mesh: Mesh, *, heads: int, split: bool) -> Callable[[jax.Array], jax.Array]:
     """Returns a sharding constraint for keys or values [l b m k e]: rows over data, heads over model where they divide.
 

@@ -19,7 +19,7 @@ from lw_jax.core.precision import FP32, Precision
 from lw_jax.core.types import Tree
 from lw_jax.models.decoder import checkpoint_layer, head, layer_norm, rms_norm
 from lw_jax.models.products import narrow, product, wide_product
-from lw_jax.models.ttt_inner import INNER_EPS, Chunk, Inner, Text, gelu, read_at_once, read_by_chunk
+from lw_jax.models.ttt_inner import INNER_EPS, Chunk, Inner, Local, Text, gelu, read_at_once, read_by_chunk
 
 GROWTH = 4  # hidden width of the inner MLP, in head widths
 
@@ -64,10 +64,11 @@ class Mode:
     """Execution options: they change memory and speed, and results only by rounding."""
 
     precision: Precision = FP32  # fast weights, norms, inner rates and gradients stay fp32
-    form: str = "scan"  # over chunks, or "full": all outputs at once after one substitution a chunk
+    form: str = "scan"  # over chunks | "full": all outputs at once after one substitution a chunk | "kernel": on a GPU
     unroll: int = 8  # chunks per scan iteration
     remat: str = "none"  # "none": no recomputation | "dots": all but products with matrices | "full": layers
     constrain: Callable[[jax.Array], jax.Array] = _unchanged  # applied to the residual stream [b t d]
+    local: Local = _unchanged  # of the kernel: runs a function on each device's own rows
     measured: bool = False  # returns the inner losses; implies "scan"
 
 
@@ -256,12 +257,17 @@ def _layer(
     inner = Inner(p, mode.precision)
     weights = _beginning(p, cfg, x.shape[0]) if memory is None else memory.weights
     stateful = rows.lengths is not None or memory is not None
-    if mode.form == "full" and not mode.measured and not stateful:
-        out, losses, found = read_at_once(inner, text, weights), None, None
-    else:
+    losses = found = None
+    if mode.form == "scan" or mode.measured or stateful:
         out, losses, found = read_by_chunk(
             inner, text, weights, lengths=rows.lengths, unroll=mode.unroll, measured=mode.measured
         )
+    elif mode.form == "full":
+        out = read_at_once(inner, text, weights)
+    else:
+        from lw_jax.models.ttt_kernel import read_by_kernel  # Pallas, which no other verb needs
+
+        out = read_by_kernel(inner, text, weights, mode.local)
     x = x + _project_output(out.reshape(x.shape), h, p, cfg, mode)
     x = x + _feed_forward(x, p, cfg, mode)
     return x, (losses, Memory(*found, window, before) if stateful and found else None)

@@ -3,7 +3,8 @@
 Notation as in `ttt.py`; this is the part after queries, keys and values. Arrays in, arrays out.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,9 @@ from lw_jax.core.types import Tree
 from lw_jax.models.products import wide_product
 
 INNER_EPS = 1e-6  # of the inner LayerNorm and of the one behind the heads, whatever the config's rms_norm_eps
+
+
+Local = Callable[[Callable[..., Any]], Callable[..., Any]]  # makes a function run on each device's own rows
 
 
 class Text(NamedTuple):
@@ -60,15 +64,11 @@ class Inner:
 
     def normalise(self, z: jax.Array) -> jax.Array:
         """Applies the inner LayerNorm to [... b h i e]."""
-        unit, _ = _standardise(z)
-        return unit * _widen(self.scale, z) + _widen(self.offset, z)
+        return normalise(z, _widen(self.scale, z), _widen(self.offset, z))
 
     def gradient(self, z: jax.Array, target: jax.Array) -> jax.Array:
         """Returns the gradient of 1/2 |LN(z) - target|^2 by z [b h i e]."""
-        unit, deviation = _standardise(z)
-        d = (unit * self.scale + self.offset - target) * self.scale
-        centred = d - jnp.mean(d, axis=-1, keepdims=True)
-        return (centred - unit * jnp.mean(d * unit, axis=-1, keepdims=True)) / deviation
+        return pull_back(z, target, self.scale, self.offset)
 
     def read(self, weights: Tree, chunk: Chunk) -> tuple[jax.Array, Steps]:
         """Returns each query's output [b h i e] after the tokens up to its own, and the tokens' gradient steps."""
@@ -209,6 +209,19 @@ def read_at_once(inner: Inner, text: Text, weights: dict[str, jax.Array]) -> jax
         again = (inner.product("bhtm,bhsm->bhts", x, jnp.concatenate(hidden, 2)) + 1) * eta
         z = inner.apply(weights, x, "2") - inner.product("bhts,bhse->bhte", again, jnp.concatenate(second, 2))
     return jnp.swapaxes(q.astype(jnp.float32) + inner.normalise(z), 1, 2)
+
+
+def normalise(z: jax.Array, scale: jax.Array, offset: jax.Array) -> jax.Array:
+    """Applies the inner LayerNorm over the last axis; scale and offset have z's axes."""
+    return _standardise(z)[0] * scale + offset
+
+
+def pull_back(z: jax.Array, target: jax.Array, scale: jax.Array, offset: jax.Array) -> jax.Array:
+    """Returns the gradient of 1/2 |LN(z) - target|^2 by z."""
+    unit, deviation = _standardise(z)
+    d = (unit * scale + offset - target) * scale
+    centred = d - jnp.mean(d, axis=-1, keepdims=True)
+    return (centred - unit * jnp.mean(d * unit, axis=-1, keepdims=True)) / deviation
 
 
 def _standardise(z: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -115,6 +115,10 @@ _SLICES = frozenset(("dynamic-slice", "slice", "gather"))  # read as much of the
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place; which operand holds what is written
 _GEMMS = ("__cublas$gemm", "__cublas$lt$matmul")
 _OPAQUE = frozenset("convolution ragged-dot scaled-dot fft cholesky triangular-solve send recv".split())
+# What a Pallas kernel of this project says of itself (`models/ttt_kernel.py`), as a string in a string.
+_OF_PALLAS = re.compile(
+    r'serialized_metadata = "{\\22arithmetic\\22: \\22(?P<arithmetic>\w+)\\22, \\22flops\\22: \\22(?P<flops>\d+)'
+)
 _NO_MATMUL = ("cu_threefry2x32", "TopK", "__gpu$TopK", "__cub$", "AllocateBuffer")  # targets of custom calls begin so
 
 
@@ -255,6 +259,8 @@ class _Module:
                 config = op.backend_config["gemm_backend_config"]
                 contracted = [int(n) for n in config["dot_dimension_numbers"]["lhs_contracting_dimensions"]]
                 yield _product(op, computation, contracted, json.dumps(config["precision_config"]))
+            elif counted := _OF_PALLAS.search(op.attributes):
+                yield counted["arithmetic"], int(counted["flops"])
             elif not name.startswith(_NO_MATMUL):
                 result.uncounted.add(f"custom call {name}")
         elif op.opcode in _OPAQUE:

@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax.models import decoder, quant
-from tests import tiny
+from lw_jax.core.precision import FP32 as EXACT
+from lw_jax.models import decoder, quant, ttt_inner, ttt_kernel
+from tests import tiny, ttt_cases
 
+KERNEL = 1e-4  # of each output's and gradient's size: fp32 products without TF32
 FP32 = 1e-4  # logits of unit size, matmuls at "highest": no TF32, other order of sums
 EIGHT_BITS = 0.01  # root mean square, of the products' size: few of equal rows are rounded the other way
 BF16 = 0.05  # root mean square, of the logits' size
@@ -60,3 +62,28 @@ def test_products_in_8_bits_of_the_card_equal_the_cpus(kind):
 def test_bf16_logits_of_the_card_stay_close(case):
     card, host = logits(jax.devices("cuda")[0], *case, "bfloat16"), logits(jax.devices("cpu")[0], *case, "float32")
     assert np.sqrt(np.mean((card - host) ** 2)) < BF16 * host.std()
+
+
+@pytest.mark.gpu
+def test_the_kernel_of_a_ttt_layer_gives_the_outputs_and_gradients_of_the_cpus_scan():
+    with jax.default_device(jax.devices("cpu")[0]):
+        p, weights, text, towards = jax.device_get(ttt_cases.draw_inner(5))
+
+    def scan(inner, text, weights):
+        return ttt_inner.read_by_chunk(inner, text, weights, lengths=None, unroll=1, measured=False)[0]
+
+    def kernel(inner, text, weights):
+        return ttt_kernel.read_by_kernel(inner, text, weights, lambda function: function)
+
+    def run(kind, read):
+        @jax.jit
+        def loss(p, weights, text):
+            return jnp.vdot(read(ttt_inner.Inner(p, EXACT), text, weights), towards)
+
+        operands = jax.device_put((p, weights, text), jax.devices(kind)[0])
+        return jax.device_get(jax.value_and_grad(loss, argnums=(0, 1, 2))(*operands))
+
+    with jax.default_matmul_precision("highest"):
+        card, host = run("cuda", kernel), run("cpu", scan)
+    for one, other in zip(jax.tree.leaves(card), jax.tree.leaves(host), strict=True):
+        assert np.linalg.norm(one - other) < KERNEL * np.linalg.norm(other)
