@@ -76,8 +76,10 @@ def measure(config: str, values: dict[str, str]) -> tuple[str, list[Row]]:
     spec, (compiled, _) = StepSpec(measured.cfg, measured.recipe), needs.programs["step"]
     batch = measured.fill(spec.batch(measured.recipe.batch_widths(), needs.accumulation))
     found, kernels = trace(timing.stepper(spec, compiled, batch)), hlo_counts.kernels_by_name(compiled.as_text())
-    taken = [(kernels[name], *of_all) for name, of_all in found.items() if name in kernels]  # no loops
-    rows = [(name_of(one), seconds, times * one.bytes) for one, seconds, times in taken]
+    rows: list[Row] = []
+    for name, (seconds, times) in found.items():
+        if one := kernels.get(name):  # loops are none
+            rows.append((name_of(one), seconds, times * one.bytes))
     return f"a step of {row.seconds.median:.3f} s", rows
 
 

@@ -114,7 +114,9 @@ def by_rows(mesh: Mesh) -> Callable[[Callable], Callable]:
                 return x.reshape(-1, *x.shape[2:])
 
             found = split(function)(*jax.tree.map(join, operands, tuple(mapped)))
-            return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), found), jax.tree.map(lambda _: True, found)
+            return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), found), jax.tree.map(
+                lambda _: True, found
+            )
 
         return run
 

@@ -398,10 +398,9 @@ class TTT:
     length: int = key(128, "segment", unit="tokens", above=0)
     segments: int = key(1, "segments of a window; fast weights pass from one to the next, without gradient", above=0)
     form: str = key(
-        "auto",
-        "the inner model by a scan over chunks, all outputs of a segment at once, or a GPU kernel; the same numbers. "
-        "auto: the kernel on a GPU where it fits, else the scan",
-        choices=("auto", "scan", "full", "kernel"),
+        "scan",
+        "over chunks, all outputs of a segment at once, or a GPU's kernel (docs/ttt.md); the same numbers",
+        choices=("scan", "full", "kernel"),
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from lw_jax.core.config import REMATS, Config, build, split_prompt
 from lw_jax.core.config_keys import refuse, suggest
-from lw_jax.core.config_sections import BITS, FIELDS, MEANING, PLACEMENTS, TTT
+from lw_jax.core.config_sections import BITS, FIELDS, MEANING, PLACEMENTS
 from lw_jax.core.errors import UserError
 from lw_jax.core.eval_rows import OF_CACHE, RATIOS
 
@@ -21,14 +21,8 @@ DOCSTRINGS = "docstrings"  # text that is on every machine
 FILES = (".json", ".jsonl", ".txt", ".gz", ".parquet", ".arrow")
 SELFMADE = ("llama", "qwen")
 BYTES = 257  # UTF-8 and the end of a document
-TILE = 16  # smallest side of a product's tile in Triton
+TILE = 16  # smallest side of a product's tile in `models/ttt_kernel.py`
 TTT_PLACEMENTS = tuple(name for name in PLACEMENTS if name in ("auto", "single", "replicate", "fsdp"))
-
-
-def fits_kernel(spec: TTT) -> bool:
-    """Returns whether `models/ttt_kernel.py` computes such a model: the sides of its tiles are powers of two."""
-    sides = (spec.chunk, spec.width // spec.heads)
-    return spec.inner == "linear" and all(n >= TILE and n & (n - 1) == 0 for n in sides)
 
 
 def check_processes(cfg: Config, processes: int) -> None:
@@ -290,7 +284,8 @@ def _check_ttt(cfg: Config) -> None:
         refuse("ttt.length", spec.length, rule)
     if spec.segments > 1 and spec.form in ("full", "kernel"):
         refuse("ttt.form", spec.form, "must be 'scan' where ttt.segments > 1: it makes no fast weights to pass on.")
-    if spec.form == "kernel" and not fits_kernel(spec):
+    sides = (spec.chunk, spec.width // spec.heads)
+    if spec.form == "kernel" and (spec.inner != "linear" or any(n < TILE or n & (n - 1) for n in sides)):
         rule = f"needs ttt.inner='linear', and powers of two from {TILE} on as ttt.chunk and ttt.width / ttt.heads."
         refuse("ttt.form", spec.form, rule)
     if cfg.mesh.placement not in TTT_PLACEMENTS:

@@ -118,7 +118,9 @@ def restore(packed: Tree, dtype: jax.typing.DTypeLike) -> jax.Array:
     if codes.dtype != jnp.uint8:
         return codes.astype(dtype) * packed["row" if multiplies(packed) else "scale"].astype(dtype)
     scale = packed["scale"]
-    nibbles = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*scale.shape, -1)
+    # A shift of each byte's two copies is one kernel with what follows; two stacked arrays would be written first.
+    shifts = jnp.array([0, 4], codes.dtype).reshape(*[1] * codes.ndim, 2)
+    nibbles = (codes[..., None] >> shifts & 15).reshape(*scale.shape, -1)
     if "zero" in packed:  # the scales are fp16: their product is rounded once
         steps = nibbles.astype(jnp.float32) - packed["zero"].astype(jnp.float32)[..., None]
         values = (steps * scale.astype(jnp.float32)[..., None]).astype(dtype)

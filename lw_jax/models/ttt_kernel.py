@@ -77,18 +77,14 @@ def _read(factors: str, local: Local, operands: Operands) -> jax.Array:
     return _call(_launch_forward, factors, local, operands)[0]
 
 
-def _forward(factors: str, local: Local, operands: Operands) -> tuple[jax.Array, tuple[Operands, jax.Array, jax.Array]]:
+def _forward(factors: str, local: Local, operands: Operands) -> tuple[jax.Array, Operands]:
     out, w, b = _call(functools.partial(_launch_forward, saved=True), factors, local, operands)
-    return out, (operands, w, b)
+    return out, operands._replace(w=w, b=b)
 
 
-def _backward(
-    factors: str, local: Local, residuals: tuple[Operands, jax.Array, jax.Array], gradient: jax.Array
-) -> tuple[Operands]:
-    operands, w, b = residuals
-    found = _call(_launch_backward, factors, local, operands._replace(w=w, b=b), gradient)
-    *others, of_last = found
-    gradients = Operands(*others)
+def _backward(factors: str, local: Local, saved: Operands, gradient: jax.Array) -> tuple[Operands]:
+    *found, of_last = _call(_launch_backward, factors, local, saved, gradient)
+    gradients = Operands(*found)
     return (gradients._replace(token=gradients.token.at[:, :, -1].add(of_last)),)
 
 
@@ -101,7 +97,9 @@ def _call(launch: Callable[..., Any], factors: str, local: Local, *operands: Any
     return local(functools.partial(jax.lax.platform_dependent, **ways))(*operands)
 
 
-def _launch_forward(factors: str, *, interpret: bool, saved: bool = False) -> Callable[[Operands], tuple[jax.Array, ...]]:
+def _launch_forward(
+    factors: str, *, interpret: bool, saved: bool = False
+) -> Callable[[Operands], tuple[jax.Array, ...]]:
     """Returns the pass forward: the outputs [b t h e] and, if saved, each chunk's weights [b h n e e] and [b h n e]."""
 
     def launch(operands: Operands) -> tuple[jax.Array, ...]:
@@ -114,13 +112,13 @@ def _launch_forward(factors: str, *, interpret: bool, saved: bool = False) -> Ca
         def kernel(*refs: Any) -> None:
             given, (out, *before) = Operands(*refs[:9]), refs[9:]
             model = (given.token[...], given.token[chunk - 1], given.scale[...], given.offset[...])
+            read: Any = functools.partial(_read_chunk, functools.partial(multiply, factors=factors))
 
             def body(number: jax.Array, weights: Weights) -> Weights:
                 for ref, value in zip(before, weights, strict=False):
                     ref[number] = value
                 here = pl.ds(number * chunk, chunk)
-                product = functools.partial(multiply, factors=factors)
-                out[here], after = _read_chunk(product, *(ref[here] for ref in given[:4]), *weights, *model)
+                out[here], after = read(*(ref[here] for ref in given[:4]), *weights, *model)
                 return after
 
             jax.lax.fori_loop(0, count, body, (given.w[...], given.b[...]))
@@ -176,7 +174,7 @@ def _launch_backward(factors: str, *, interpret: bool) -> Callable[[Operands, ja
 def _pallas(  # noqa: PLR0913
     kernel: Callable[..., None], name: str, operands: Operands, found: Any, specs: Any, *, factors: str, interpret: bool
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns the call of a kernel, a program for each text and head; the pass backward has the outputs' gradient too."""
+    """Returns the call of a kernel, a program for each text and head; backward takes the outputs' gradient too."""
     rows, length, heads, size = operands.q.shape
     backward = name == "ttt_backward"
     flops = rows * heads * length * size * (4 * operands.token.shape[2] + 6 * size)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lw_jax.core import precision, validation
+from lw_jax.core import precision
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
@@ -195,20 +195,12 @@ class TTT(Recipe):
         spec = self.cfg.ttt
         return ttt.Mode(
             precision.of(self.cfg.compute.dtype, self.placement.platform),
-            form=self._form,
+            form=spec.form,
             remat=self.cfg.compute.remat,
             constrain=shards.keep_rows(self.placement.learner),
             local=shards.by_rows(self.placement.learner),
             measured=measured,
         )
-
-    @property
-    def _form(self) -> str:
-        spec = self.cfg.ttt
-        if spec.form != "auto":
-            return spec.form
-        fits = self.placement.platform == "gpu" and spec.segments == 1 and validation.fits_kernel(spec)
-        return "kernel" if fits else "scan"
 
     @property
     def _masked(self) -> int:

@@ -15,7 +15,7 @@ import jax
 from jax.extend.core import Var
 
 _CALLS = ("checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit")  # their equations stand in place
-_READERS = ("cond", "dot_general", "gather", "scan", "sort", "while")  # take what lies in memory
+_READERS = ("cond", "dot_general", "gather", "pallas_call", "scan", "sort", "while")  # take what lies in memory
 _WRITERS = (*_READERS, "concatenate", "cumsum", "dynamic_update_slice", "scatter", "scatter-add")
 
 
@@ -110,7 +110,10 @@ def _add(jaxpr: Any, times: int, sums: _Sums, unused: Sequence[int] = ()) -> int
         for body in one.bodies:
             most = max(most, _add(body, runs, sums, unused))
         inside.append(most)
-        if one.name == "dot_general":
+        if one.name == "pallas_call":  # says its FLOPs itself, as `models/ttt_kernel.py` does
+            flops = float(dict(one.params["metadata"])["flops"])
+            sums.products[one.inputs[0].aval.dtype.name, flops, nbytes([*one.inputs, *one.outputs])] += times
+        elif one.name == "dot_general":
             _add_product(one, times, sums)
             sums.moved += times * nbytes(beside.intersection(one.outputs))  # read by another kernel
         elif not one.bodies and one.name != "broadcast_in_dim":
@@ -173,7 +176,9 @@ def _used(equations: Sequence[_Equation], results: Sequence[_Value | None]) -> l
 
 
 def _bodies(equation: Any) -> Iterator[Any]:
-    """Yields the jaxprs inside an equation; of a conditional the largest."""
+    """Yields the jaxprs inside an equation; of a conditional the largest, of a kernel, a black box, none."""
+    if equation.primitive.name == "pallas_call":
+        return
     values = equation.params.values()
     if equation.primitive.name == "cond":
         values = [max(equation.params["branches"], key=lambda branch: len(branch.jaxpr.eqns))]

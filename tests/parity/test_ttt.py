@@ -69,10 +69,12 @@ def loss_of(params: dict, cfg: ttt.TTTConfig, ids: jax.Array, mode: ttt.Mode) ->
     return -jnp.mean(jnp.take_along_axis(logp, ids[:, 1:, None], axis=2))
 
 
-@pytest.mark.parametrize("form", ["scan", "full"])
+@pytest.mark.parametrize("form", ["scan", "full", "kernel"])
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_loss_and_every_gradient_are_the_authors(name: str, form: str, folder: Path):
     cfg, found, params = model(name, folder)
+    if form == "kernel" and cfg.inner != "linear":
+        pytest.skip("the kernel has an inner linear model alone")
     ids, mode = jnp.asarray(found["ids"]), ttt.Mode(form=form, unroll=1)
     np.testing.assert_allclose(logits_of(params, cfg, ids, mode), found["logits"], atol=LOGITS)
     loss, gradients = jax.jit(jax.value_and_grad(loss_of), static_argnums=(1, 3))(params, cfg, ids, mode)

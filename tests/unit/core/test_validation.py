@@ -108,6 +108,9 @@ BAD_TEXT = [
     ("ttt.width", 84, {}),  # heads of width 7
     ("ttt.length", 127, {"ttt.segments": 2}),
     ("ttt.form", "full", {"ttt.segments": 2}),
+    ("ttt.form", "kernel", {"ttt.segments": 2}),
+    ("ttt.form", "kernel", {"ttt.inner": "mlp"}),
+    ("ttt.form", "kernel", {"ttt.chunk": 24}),
     ("data.held_out", 1.0, {}),
     ("data.held_out", 0.0, {}),
     ("ttt.vocab", 256, {}),

@@ -41,8 +41,9 @@ def by_kernel(mesh, precision, p, weights, text):
     return read_by_kernel(Inner(p, precision), text, weights, shards.by_rows(mesh))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_outputs_and_gradients_are_the_scans(dtype):
+# Of a gradient's size; in bf16 sums in another order now and then round a factor the other way.
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 1e-3)])
+def test_outputs_and_gradients_are_the_scans(dtype, tolerance):
     precision = Precision(dtype, dtype)
     p, weights, text, towards = draw_inner(ROWS)
     case = p, weights, Text(*(x.astype(dtype) for x in text[:3]), text.rate), towards
@@ -50,7 +51,7 @@ def test_outputs_and_gradients_are_the_scans(dtype):
     expected, found = (jax.jit(lambda *case, way=way: gradients(way, case))(*case) for way in ways)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         one, other = (np.asarray(x, np.float32) for x in (one, other))
-        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
+        assert np.linalg.norm(one - other) <= tolerance * np.linalg.norm(other)
 
 
 def test_shards_that_keep_their_own_gradients_have_the_sums_of_one_device():

@@ -438,9 +438,14 @@ ABSENT = """
 import dataclasses, json
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from lw_jax.core.precision import Precision
 from lw_jax.models import decoder
+from lw_jax.models.ttt_inner import Inner, Text
+from lw_jax.models.ttt_kernel import read_by_kernel
 from lw_jax.planning import gpus, hlo_counts
 from lw_jax.training.traced_costs import trace
+from sharding import shards
+from tests import ttt_cases
 
 target = gpus.parse("h100x4")
 mesh = Mesh(np.array(gpus.compile_devices(target)), ("model",))
@@ -465,14 +470,32 @@ args = jax.ShapeDtypeStruct((16, 64, 512), jnp.bfloat16, sharding=one), jax.tree
 )
 compiled = gpus.compile_lowered(jax.jit(jax.grad(read)).lower(*args))
 print(json.dumps([hlo_counts.analyse(compiled.as_text()).flops, trace(jax.grad(read), *args).flops]))
+
+mesh = Mesh(np.array(gpus.compile_devices(gpus.parse("h100x2"))), ("data",))
+def place(leaf, dtype=None, spec=P("data")):
+    return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=NamedSharding(mesh, spec))
+p, weights, text, towards = jax.eval_shape(lambda: ttt_cases.draw_inner(6))
+text = Text(*(place(x, jnp.bfloat16) for x in text[:3]), place(text.rate))
+def by_kernel(p, weights, text, towards):
+    inner = Inner(p, Precision("bfloat16", "bfloat16"))
+    return jnp.sum(read_by_kernel(inner, text, weights, shards.by_rows(mesh)) * towards)
+args = jax.tree.map(lambda leaf: place(leaf, spec=P()), p), jax.tree.map(place, weights), text, place(towards)
+graded = jax.grad(by_kernel, argnums=(0, 1, 2))
+compiled = hlo_counts.analyse(gpus.compile_lowered(jax.jit(graded).lower(*args)).as_text())
+print(json.dumps([compiled.flops, trace(graded, *args).flops, compiled.uncounted, compiled.wire_bytes]))
 """
 
 
 def test_program_for_absent_h100s_is_counted_as_by_hand():
     # The backward pass of JAX's own attention promotes bf16 with fp32.
     environ = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "false", "JAX_NUMPY_DTYPE_PROMOTION": "standard"}
-    found, (compiled, traced) = commands.compile_for_absent_gpus(ABSENT, **environ)
+    found, (compiled, traced), of_kernel = commands.compile_for_absent_gpus(ABSENT, **environ)
     assert compiled == traced, "no product of a frozen reader is computed again to be saved"
+    # A chunk of 16 tokens: two products with 32 x 32 for queries and keys, one for the update, two of 16 x 16; the
+    # backward pass computes them again and two gradients of each. 48 tokens of 6 texts of 2 heads on two devices.
+    by_hand = 4 * 48 * 3 * 2 * (3 * 2 * 32 * 32 + 2 * 2 * 16 * 32)
+    of_parameters = 4 * (16 + 2 * 2 * 32)  # bytes that two devices reduce: half of each is sent twice
+    assert of_kernel == [by_hand, by_hand, [], of_parameters], "each device launches the kernel on its own rows"
     products = [kernel for kernel in found["kernels"] if kernel["flops"]]
     assert {kernel["arithmetic"] for kernel in products} == {"bf16"}
     # forward 2, again 1, backward to x 2, as on the CPU above; a quarter on each device
