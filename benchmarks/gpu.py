@@ -28,6 +28,8 @@ KEPT = f"{WIRE} train.global_batch=64 train.micro_batch=64 compute.remat=none"
 # PyTorch at 64 does not fit 80 GB (measured on an H100): sides are compared in samples/s, each at the most it can hold.
 OF_PEER = f"{WIRE} train.global_batch={{0}} train.micro_batch={{0}} compute.remat=none"
 RECOMPUTED = f"{WIRE} train.global_batch=256 train.micro_batch=256"
+TTT = "mesh.placement=single train.global_batch=256 train.micro_batch=256 compute.remat=full"
+DPO = "mesh.placement=single train.global_batch=4 train.micro_batch=4 compute.remat=full"
 W8A8 = "llms.llama.weights=w8a8 llms.qwen.weights=w8a8"
 FP8 = "llms.llama.weights=fp8 llms.qwen.weights=fp8"
 # Configuration -> that of the small run, with its sizes.
@@ -64,8 +66,10 @@ CASES = (
     Case("answers", "bench", "large.py", WIRE, words="--parts encode,answer"),
     Case("answers, unstacked", "bench", "large.py", WIRE, "eval.layers=unstacked", "--parts answer"),
     Case("wire step, recomputed", "bench", "large.py", RECOMPUTED, "compute.remat=full"),
-    Case("TTT step", "bench", "ttt/ttt_125m.py", "train.global_batch=256"),
-    Case("DPO step", "bench", "dpo/llama3.py", "train.global_batch=4"),
+    Case("TTT step, kernel", "bench", "ttt/ttt_125m.py", TTT, "ttt.form=kernel"),
+    Case("TTT step, scan", "bench", "ttt/ttt_125m.py", TTT),
+    Case("DPO step", "bench", "dpo/llama3.py", DPO),
+    Case("DPO step, reference cached", "bench", "dpo/llama3.py", DPO, "dpo.reference=cached"),
     Case("load", "load", "default.py", "", "llms.llama.weights=bf16", "--parts load"),
     Case("wire step, peer at 32", "peer", "large.py", OF_PEER.format(32)),
 )

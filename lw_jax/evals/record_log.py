@@ -19,12 +19,14 @@ class RecordLog:
     def __init__(self, path: Path | None = None, key: str = ""):
         """Reads the records of the same key; without a path they are in memory alone."""
         self._path, self._records = path, dict[Name, Record]()
+        self.dropped = 0  # records of another key
         if path is None:
             return
         # What stands behind the last line's end was being written when the process was killed.
         lines = path.read_text("utf-8").rpartition("\n")[0].splitlines() if path.exists() else []
         head = json.dumps({"key": key})
         kept = lines[1:] if lines[:1] == [head] else []
+        self.dropped = max(0, len(lines) - 1 - len(kept))
         self._keep([json.loads(line) for line in kept])
         write_whole(path, "".join(f"{line}\n" for line in (head, *kept)))
 

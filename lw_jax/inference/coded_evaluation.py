@@ -36,6 +36,8 @@ def measure(wire: CodedWire, *, batch: int, say: Callable[[str], None], folder: 
     log = RecordLog(folder and folder / PARTIAL, _key(wire, encoded))
     if len(log):
         say(f"resuming: {len(log):,} records are in {folder}/{PARTIAL}")
+    elif log.dropped:
+        say(f"{folder}/{PARTIAL}: {log.dropped:,} records of another wire, data or options are not used, and replaced")
 
     def run(encoded: Encoded, indices: Sequence[int], rows: Sequence[str]) -> list[Record]:
         settings = {"batch": batch, "max_new_tokens": options.max_new_tokens}
@@ -51,10 +53,11 @@ def measure(wire: CodedWire, *, batch: int, say: Callable[[str], None], folder: 
 
 
 def _key(wire: CodedWire, encoded: Encoded) -> str:
-    """Returns what all records depend on."""
+    """Returns a hash of what the records depend on; the mesh, which changes them by rounding alone, is left out."""
     options = dataclasses.asdict(wire.recipe.cfg)
     for name in ("rows", "batch"):
         del options["eval"][name]
+    del options["mesh"]
     examples = [dataclasses.astuple(example) for example in encoded.examples]
     return content_hash([wire.fingerprint, options, examples])
 

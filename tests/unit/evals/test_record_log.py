@@ -16,7 +16,8 @@ def test_records_of_the_same_key_are_read_again(tmp_path):
     ]
     assert [one["index"] for one in log.read(["llama"], ["text"], [1, 0])] == [1, 0]
     assert math.isnan(log.read(["llama"], ["text"], [0])[0]["nll"])
-    assert len(RecordLog(path, "b")) == 0
+    other = RecordLog(path, "b")
+    assert (len(other), other.dropped) == (0, 2)
     assert len(RecordLog(path, "a")) == 0, "another evaluation took the file"
 
 

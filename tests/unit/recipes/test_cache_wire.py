@@ -205,7 +205,8 @@ def test_evaluation_has_the_rows_of_the_kind_and_resumes(run, root, capsys, monk
         tiny.call("eval", cfg, folder)
     kept = len((folder / coded_evaluation.PARTIAL).read_text("utf-8").splitlines()) - 1
     assert kept == 2 * cfg.eval.batch
-    assert tiny.call("eval", cfg, folder) == 0
+    other_cards = make_config(root, eval__rows=ROWS, mesh__memory_gb=16.0)
+    assert tiny.call("eval", other_cards, folder) == 0
     told = capsys.readouterr().out
     assert f"resuming: {kept} records" in told and not (folder / coded_evaluation.PARTIAL).exists()
     found = json.loads((folder / "eval.json").read_text("utf-8"))
