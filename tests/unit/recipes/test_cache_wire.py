@@ -1,7 +1,9 @@
 """A wire of kind "cache" on two tiny readers: started, evaluated, asked, written and read."""
 
+import collections
 import dataclasses
 import json
+import sys
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 import lw_jax
+from benchmarks import peer_compaction
 from configs import base, pair
 from lw_jax import recipes
 from lw_jax.commands import train
@@ -366,3 +369,39 @@ def test_windows_and_long_rope_work_within_their_length_and_are_refused_beyond(o
     assert other_readers.read(other_readers.write(TEXT), reader, QUESTION)
     with pytest.raises(UserError, match=f"encoder.kind='cache'.*{rule}.*shorten"):
         other_readers.write(" ".join([TEXT] * 20), readers=(reader,))
+
+
+PRESSES = """
+import json, sys
+from pathlib import Path
+case = json.loads(Path(sys.argv[1]).read_text())
+print("a press says something of its own")
+for press, ratio, nll in ("text", 1, 0.5), ("nothing", 1, 2.5), *((one, 2, 1.5) for one in case["presses"]):
+    for number, ids in enumerate(case["questions"]):
+        sizes = {"positions": len(ids["text"]), "kept_bytes": 8, "held_bytes": 8, "write_seconds": 0.1}
+        row = {"press": press, "ratio": ratio, "question": number, "nll": nll, "tokens": 1, "ids": ids["answer"]}
+        print(json.dumps(row | sizes))
+sys.exit(len(case["presses"]) - 2)
+"""
+
+
+@pytest.mark.slow
+def test_our_rows_stand_beside_those_of_a_child_with_presses(run, tmp_path, monkeypatch, capsys):
+    child, file = tmp_path / "child.py", tmp_path / "rows.jsonl"
+    child.write_text(PRESSES)
+    monkeypatch.setattr(peer_compaction, "CHILD", child)
+    words = ["--workdir", str(run[0]), "--reader", "llama", "--python", sys.executable, "--ratios", "2"]
+    words += ["--questions", "2", "--out", str(file), "--presses"]
+    assert peer_compaction.main([*words, "One,Two"]) == 0
+    rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    assert collections.Counter(row["press"] for row in rows) == dict.fromkeys(
+        ("ours", "text", "nothing", "One", "Two"), 2
+    )
+    assert all(row["f1"] == 1.0 for row in rows if row["press"] != "ours"), "the answers' own ids came back"
+    for row in rows[:2]:
+        assert row["message_bytes"] > 0 and row["tokens"] > 0 and np.isfinite(row["nll"])
+        assert 0.3 < row["positions"] / rows[2 + row["question"]]["positions"] < 0.7
+    lines = {line.split("|")[1].strip(): line for line in capsys.readouterr().out.splitlines() if line.count("|") > 2}
+    assert "0.500" in lines["One"] and lines.keys() >= {"ours", "text", "nothing", "Two"}
+    with pytest.raises(UserError, match=r"child\.py ended with 1"):
+        peer_compaction.main([*words, "One,Two,Three"])
