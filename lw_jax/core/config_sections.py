@@ -399,8 +399,8 @@ class TTT:
     segments: int = key(1, "segments of a window; fast weights pass from one to the next, without gradient", above=0)
     form: str = key(
         "scan",
-        "over chunks, all outputs of a segment at once, or a GPU's kernel (docs/ttt.md); the same numbers",
-        choices=("scan", "full", "kernel"),
+        "over chunks, or a GPU's kernel (docs/ttt.md); the same numbers",
+        choices=("scan", "kernel"),
     )
 
 

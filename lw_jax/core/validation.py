@@ -282,7 +282,7 @@ def _check_ttt(cfg: Config) -> None:
     if spec.segments > 1 and spec.length % spec.chunk:
         rule = f"must be a multiple of ttt.chunk = {spec.chunk}: segments pass fast weights on after whole chunks."
         refuse("ttt.length", spec.length, rule)
-    if spec.segments > 1 and spec.form in ("full", "kernel"):
+    if spec.segments > 1 and spec.form == "kernel":
         refuse("ttt.form", spec.form, "must be 'scan' where ttt.segments > 1: it makes no fast weights to pass on.")
     sides = (spec.chunk, spec.width // spec.heads)
     if spec.form == "kernel" and (spec.inner != "linear" or any(n < TILE or n & (n - 1) for n in sides)):

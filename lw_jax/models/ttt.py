@@ -19,7 +19,7 @@ from lw_jax.core.precision import FP32, Precision
 from lw_jax.core.types import Tree
 from lw_jax.models.decoder import checkpoint_layer, head, layer_norm, rms_norm
 from lw_jax.models.products import narrow, product, wide_product
-from lw_jax.models.ttt_inner import INNER_EPS, Chunk, Inner, Local, Text, gelu, read_at_once, read_by_chunk
+from lw_jax.models.ttt_inner import INNER_EPS, Chunk, Inner, Local, Text, gelu, read_by_chunk
 
 GROWTH = 4  # hidden width of the inner MLP, in head widths
 
@@ -64,7 +64,7 @@ class Mode:
     """Execution options: they change memory and speed, and results only by rounding."""
 
     precision: Precision = FP32  # fast weights, norms, inner rates and gradients stay fp32
-    form: str = "scan"  # over chunks | "full": all outputs at once after one substitution a chunk | "kernel": on a GPU
+    form: str = "scan"  # over chunks, or "kernel": of a GPU
     unroll: int = 8  # chunks per scan iteration
     remat: str = "none"  # "none": no recomputation | "dots": all but products with matrices | "full": layers
     constrain: Callable[[jax.Array], jax.Array] = _unchanged  # applied to the residual stream [b t d]
@@ -262,8 +262,6 @@ def _layer(
         out, losses, found = read_by_chunk(
             inner, text, weights, lengths=rows.lengths, unroll=mode.unroll, measured=mode.measured
         )
-    elif mode.form == "full":
-        out = read_at_once(inner, text, weights)
     else:
         from lw_jax.models.ttt_kernel import read_by_kernel  # Pallas, which no other verb needs
 

@@ -1,4 +1,4 @@
-"""Inner model of a TTT layer, trained by the text, as a scan over chunks and in one pass.
+"""Inner model of a TTT layer, trained by the text, as a scan over chunks.
 
 Notation as in `ttt.py`; this is the part after queries, keys and values. Arrays in, arrays out.
 """
@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from lw_jax.core.precision import Precision
@@ -154,61 +153,6 @@ def read_by_chunk(
     end, (z, losses) = jax.lax.scan(body, (weights, nothing), (chunks, applied, waiting), unroll=unroll)
     out = q.astype(jnp.float32) + inner.normalise(z)
     return _joined(out), losses, end
-
-
-def read_at_once(inner: Inner, text: Text, weights: dict[str, jax.Array]) -> jax.Array:
-    """Returns the outputs [b t h e] from the initial fast weights alone: they are linear in the gradients.
-
-    One substitution a chunk gives all gradients, then one pass gives all outputs.
-    """
-    length, token = text.rate.shape[1], inner.token
-    size = len(token)
-    q, k, v = (jnp.swapaxes(one, 1, 2) for one in text[:3])  # [b h t e]
-    rate = jnp.swapaxes(text.rate, 1, 2)
-    number = np.arange(length) // size
-    earlier, same = number[:, None] > number[None], np.equal.outer(number, number) & np.tri(length, dtype=bool)
-    share = jnp.where(earlier, token[-1], jnp.where(same, jnp.tile(token, length // size)[:, None], 0.0))
-    eta = share[None, None] * rate[:, :, None]  # [b h t s]
-    target = v.astype(jnp.float32) - k.astype(jnp.float32)
-    begin = inner.apply(weights, jnp.concatenate([q, k], axis=2), "1")
-    z_query, z_key = begin[:, :, :length], begin[:, :, length:]
-    keys = inner.product("bhte,bhse->bhts", k, k) + 1
-    first: list[jax.Array] = []
-    second: list[jax.Array] = []
-    hidden: list[jax.Array] = []
-    for start in range(0, length, size):
-        now, before = slice(start, start + size), slice(0, start)
-        moved = eta[:, :, now, before]
-
-        def move(
-            z: jax.Array, table: jax.Array | None, gradients: list[jax.Array], moved: jax.Array = moved
-        ) -> jax.Array:
-            if table is None or not gradients:
-                return z
-            return z - inner.product("bhij,bhje->bhie", table * moved, jnp.concatenate(gradients, 2))
-
-        z = move(z_key[:, :, now], keys[:, :, now, before], first)
-        if not inner.deep:
-            first.append(inner.gradient(z, target[:, :, now]))
-            continue
-        x, pull = jax.vjp(gelu, z)
-        seen = jnp.concatenate(hidden, 2) if hidden else None
-        table = None if seen is None else inner.product("bhim,bhjm->bhij", x, seen) + 1
-        gradient = inner.gradient(move(inner.apply(weights, x, "2"), table, second), target[:, :, now])
-        back = inner.product("bhie,bhme->bhim", gradient, weights["w2"])
-        if seen is not None:
-            likeness = inner.product("bhie,bhje->bhij", gradient, jnp.concatenate(second, 2)) * moved
-            back = back - inner.product("bhij,bhjm->bhim", likeness, seen)
-        first.append(pull(back)[0])
-        second.append(gradient)
-        hidden.append(x)
-    mixed = (inner.product("bhte,bhse->bhts", q, k) + 1) * eta
-    z = z_query - inner.product("bhts,bhsm->bhtm", mixed, jnp.concatenate(first, 2))
-    if inner.deep:
-        x = gelu(z)
-        again = (inner.product("bhtm,bhsm->bhts", x, jnp.concatenate(hidden, 2)) + 1) * eta
-        z = inner.apply(weights, x, "2") - inner.product("bhts,bhse->bhte", again, jnp.concatenate(second, 2))
-    return jnp.swapaxes(q.astype(jnp.float32) + inner.normalise(z), 1, 2)
 
 
 def normalise(z: jax.Array, scale: jax.Array, offset: jax.Array) -> jax.Array:

@@ -107,7 +107,6 @@ BAD_TEXT = [
     ("ttt.width", 90, {}),
     ("ttt.width", 84, {}),  # heads of width 7
     ("ttt.length", 127, {"ttt.segments": 2}),
-    ("ttt.form", "full", {"ttt.segments": 2}),
     ("ttt.form", "kernel", {"ttt.segments": 2}),
     ("ttt.form", "kernel", {"ttt.inner": "mlp"}),
     ("ttt.form", "kernel", {"ttt.chunk": 24}),

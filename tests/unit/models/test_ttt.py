@@ -81,7 +81,7 @@ def test_a_step_on_a_token_lowers_the_inner_loss_of_a_model_that_has_learned_not
 # --- the same numbers however they are computed ---
 
 MODES = {
-    "full, recomputed": Mode(form="full", remat="full"),
+    "recomputed": Mode(remat="full"),
     "partly unrolled, products kept": Mode(unroll=2, remat="dots"),
     "measured, recomputed": Mode(measured=True, remat="full", unroll=1),
 }

@@ -128,7 +128,6 @@ def test_validation_of_a_run_is_the_mean_over_all_held_out_tokens(root, params):
 
 WAYS = {
     "chunked loss": {"compute__logits_chunk": 20},  # 5 positions of 4 rows, which do not divide 12
-    "full": {"ttt__form": "full"},
     "wider table, chunked": {"ttt__table_multiple": 64, "compute__logits_chunk": 1000},
 }
 
