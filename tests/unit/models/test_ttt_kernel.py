@@ -42,7 +42,7 @@ def by_kernel(mesh, precision, p, weights, text):
 
 
 # Of a gradient's size; in bf16 sums in another order now and then round a factor the other way.
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 1e-3)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 1e-2)])
 def test_outputs_and_gradients_are_the_scans(dtype, tolerance):
     precision = Precision(dtype, dtype)
     p, weights, text, towards = draw_inner(ROWS)
