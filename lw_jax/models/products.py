@@ -97,6 +97,10 @@ def _by_matrix(equation: str, x: jax.Array, weights: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(equation: str, dtype: jnp.dtype, x: jax.Array, weights: jax.Array) -> jax.Array:
+    return _compute(equation, dtype, x, weights)
+
+
+def _compute(equation: str, dtype: jnp.dtype, x: jax.Array, weights: jax.Array) -> jax.Array:
     run = functools.partial(multiply, factors=_narrowest(x, weights), dtype=dtype)
     inputs, out = equation.split("->")
     left, right = inputs.split(",")
@@ -112,7 +116,7 @@ def _product(equation: str, dtype: jnp.dtype, x: jax.Array, weights: jax.Array) 
 def _forward(
     equation: str, dtype: jnp.dtype, x: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return jnp.asarray(_product(equation, dtype, x, weights)), (x, weights)
+    return _compute(equation, dtype, x, weights), (x, weights)  # not by itself, which a Pallas kernel cannot hold
 
 
 def _backward(

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
-from lw_jax.models.products import multiply
+from lw_jax.models.products import multiply, wide_product
 from lw_jax.models.ttt_inner import Inner, Local, Text, normalise, pull_back
 
 WARPS = 4  # the backward pass takes all registers that a thread may have
@@ -147,7 +147,11 @@ def _launch_backward(factors: str, *, interpret: bool) -> Callable[[Operands, ja
         def kernel(*refs: Any) -> None:
             given, of_out, of_text, sums = Operands(*refs[:9]), refs[9], refs[10:14], refs[14:]
             model = (given.token[...], given.token[chunk - 1], given.scale[...], given.offset[...])
-            read = functools.partial(_read_chunk, functools.partial(_product, factors))
+
+            def product(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
+                return wide_product(equation, left.astype(factors), right.astype(factors))
+
+            read = functools.partial(_read_chunk, product)
 
             def body(step: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 number = count - 1 - step
@@ -205,28 +209,3 @@ def _of_head(x: Any) -> pl.BlockSpec:
     """Returns the block of one text and head of [b h ...]."""
     block = (None, None, *x.shape[2:])
     return pl.BlockSpec(block, lambda row, head: (row, head, *[0] * (len(block) - 2)))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(factors: str, equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    """Returns an fp32 product of factors in the model's dtype, as `products.wide_product`; so are its gradients."""
-    return multiply(equation, left, right, factors=factors)
-
-
-def _save_factors(
-    factors: str, equation: str, left: jax.Array, right: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return multiply(equation, left, right, factors=factors), (left, right)
-
-
-def _pull_product(
-    factors: str, equation: str, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    inputs, out = equation.split("->")
-    left, right = inputs.split(",")
-    of_left = multiply(f"{out},{right}->{left}", gradient, saved[1], factors=factors)
-    of_right = multiply(f"{left},{out}->{right}", saved[0], gradient, factors=factors)
-    return of_left.astype(saved[0].dtype), of_right.astype(saved[1].dtype)
-
-
-_product.defvjp(_save_factors, _pull_product)
