@@ -190,10 +190,12 @@ class Head(nnx.Module):
         return keep(y, slots, width)
 
 
+@functools.cache  # a pass asks for it each time it is traced
 def make_bytes(width: int, layers: int) -> Pure[ByteBody]:
     return Pure(lambda rngs: ByteBody(width, layers or BYTE_LAYERS, rngs=rngs))
 
 
+@functools.cache
 def make_head(  # noqa: PLR0913
     body_width: int, width: int, *, slots: int, pooling: str, states: int, vocab: int = 0, taps: int = 0
 ) -> Pure[Head]:
