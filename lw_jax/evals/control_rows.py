@@ -4,7 +4,7 @@ Depends on a `WireSession` (a wire's functions and weights) and on data, on no r
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from lw_jax.core.types import SHARED, Example, Tree
 from lw_jax.data.batches import Encoded
 from lw_jax.data.examples import spread
 from lw_jax.data.loader import batches_of
+from lw_jax.data.tokens import Tokenizer
 from lw_jax.evals import answers, message_latents
 from lw_jax.evals.comparison import Record
 from lw_jax.evals.message_latents import Sent
@@ -30,17 +31,35 @@ ANSWER = ("answer_inputs", "targets", "weights")  # its scored fields
 
 
 @dataclasses.dataclass(frozen=True)
-class WireSession:
-    """A trained wire with its weights, detokenizers and device placement."""
+class Session:
+    """Frozen readers with their tokenizers, and the functions of a wire of any kind."""
 
     functions: WireFunctions
-    trainable: Tree
     frozen: Tree
-    decode: Mapping[str, Callable[[Sequence[int]], str]]  # reader's name -> ids to text
-    # (this process's rows on the host, reader's name or None for the encoder) -> device batch, and back
-    place: Callable[[Tree, str | None], Tree]
+    tokenizers: Mapping[str, Tokenizer]
+
+    def score(self, fields: Mapping[str, Any], name: str, prompt: Any) -> dict[str, np.ndarray]:
+        """Returns nll, hits, first, first5 and tokens [b] of the reference answers of this process's rows."""
+        answer = {key: fields[key] for key in ANSWER}
+        return self.functions.fetch(self.functions.score(self.frozen[name], prompt, answer, name), name)
+
+    def answer(
+        self, fields: Mapping[str, Any], name: str, prompt: Any, *, max_new_tokens: int
+    ) -> tuple[list[str], dict[str, np.ndarray]]:
+        """Returns a reader's greedy answers to this process's rows, and `score` of the reference answers."""
+        answer = {key: fields[key] for key in ANSWER}
+        found = self.functions.answer(self.frozen[name], prompt, answer, name, max_new_tokens)
+        ids, scores = self.functions.fetch(found, name)
+        texts = [self.tokenizers[name].decode([int(token) for token in row if token >= 0]) for row in ids]
+        return [answers.first_line(text) for text in texts], scores
+
+
+@dataclasses.dataclass(frozen=True)
+class WireSession(Session):
+    """A trained wire with its weights."""
+
+    trainable: Tree
     taught: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)  # reader's name -> vectors f32[k d]
-    fetch: Callable[[Tree, str | None], Tree] = lambda tree, name: jax.device_get(tree)
 
     def encode(self, source: Tree) -> jax.Array:
         """Returns the latents of placed texts."""
@@ -61,21 +80,6 @@ class WireSession:
         assert latents is not None, row
         wire = {key: fields[key] for key in WIRE if key in fields}
         return self.functions.prompt_from_latents(self.trainable, params, wire, latents, name)
-
-    def score(self, fields: Mapping[str, Any], name: str, prompt: Any) -> dict[str, np.ndarray]:
-        """Returns nll, hits, first, first5 and tokens [b] of the reference answers of this process's rows."""
-        answer = {key: fields[key] for key in ANSWER}
-        return self.fetch(self.functions.score(self.frozen[name], prompt, answer, name), name)
-
-    def answer(
-        self, fields: Mapping[str, Any], name: str, prompt: Any, *, max_new_tokens: int
-    ) -> tuple[list[str], dict[str, np.ndarray]]:
-        """Returns a reader's greedy answers to this process's rows, and `score` of the reference answers."""
-        answer = {key: fields[key] for key in ANSWER}
-        found = self.functions.answer(self.frozen[name], prompt, answer, name, max_new_tokens)
-        ids, scores = self.fetch(found, name)
-        texts = [self.decode[name]([int(token) for token in row if token >= 0]) for row in ids]
-        return [answers.first_line(text) for text in texts], scores
 
     def answer_program(self, fields: Mapping[str, Any], name: str, prompt: Any, most: int) -> tuple[Any, tuple]:
         """Returns the jitted function that reads a prompt for `answer`, and its arguments."""
@@ -153,7 +157,7 @@ def _encode(
     bench: WireSession, encoded: Encoded, indices: Sequence[int], *, kinds: set[str], batch: int, seed: int
 ) -> dict[str, Sent]:
     def encode(source: Tree) -> np.ndarray:
-        return np.asarray(bench.fetch(bench.encode(bench.place(source, None)), None), np.float32)
+        return np.asarray(bench.functions.fetch(bench.encode(bench.functions.place(source, None)), None), np.float32)
 
     return message_latents.make(encode, encoded, indices, kinds=kinds, batch=batch, seed=seed)
 
@@ -211,15 +215,15 @@ def _ask(
     """Yields a batch as each reader is asked it in each row; a prompt is made when it is its turn."""
     at = host["position"]
     for name, host_fields in host["readers"].items():
-        fields = bench.place(host_fields, name)
+        fields = bench.functions.place(host_fields, name)
         for row in rows:
             given, sent, slots = fields, None, np.zeros(len(at), np.int32)
             if ROWS[row].latents:
                 values, counts = latents[ROWS[row].latents]
                 slots = counts[at]
                 channel = np.concatenate([slots[:, None], host_fields["channel"][:, 1:]], axis=1)
-                given = fields | {"channel": bench.place(channel, name)}
-                sent = bench.place(values[at], None)
+                given = fields | {"channel": bench.functions.place(channel, name)}
+                sent = bench.functions.place(values[at], None)
             yield _Asked(name, row, fields, slots, bench.prompt(given, name, row=row, latents=sent))
 
 

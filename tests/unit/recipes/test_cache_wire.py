@@ -195,16 +195,16 @@ class Killed(BaseException):
 
 def test_evaluation_has_the_rows_of_the_kind_and_resumes(run, root, capsys, monkeypatch):
     folder, cfg = run[0], make_config(root, eval__rows=ROWS)
-    score, scored = cache_rows._score, []
+    answer, answered = cache_rows.CacheSession.answer, []
 
-    def killed(*given):
-        if len(scored) == 2:
+    def killed(*given, **options):
+        if len(answered) == 2:
             raise Killed
-        scored.append(given)
-        return score(*given)
+        answered.append(given)
+        return answer(*given, **options)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(cache_rows, "_score", killed)
+        patch.setattr(cache_rows.CacheSession, "answer", killed)
         tiny.call("eval", cfg, folder)
     kept = len((folder / coded_evaluation.PARTIAL).read_text("utf-8").splitlines()) - 1
     assert kept == 2 * cfg.eval.batch
