@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lw_jax.data import prompt_tokens
-from lw_jax.models import decoder, kv_prefix
+from lw_jax.models import decoder, encoder, kv_prefix
 from lw_jax.recipes import kv_start
 from tests import tiny
 
@@ -109,3 +109,17 @@ def test_keys_and_values_have_the_readers_own_mean_and_size(started, start):
     each = np.square(found - own).sum(axis=(0, 3, 4)) / np.square(own - own.mean(axis=0)).sum(axis=(0, 3, 4))
     errors = each.mean()  # of every layer's keys and values alike
     assert errors < 0.97 if start == "aligned" else errors > 1.1, errors
+
+
+def test_windows_are_those_of_the_encoders_slots():
+    starts = [0, 3, 5, 9, 10, 14, 20]
+    for windows in (2, 3, 7, 9):
+        mask = jnp.asarray([[True] * 7 + [False] * 2])
+        pooled = np.asarray(encoder.window_weights(mask, windows, jnp.asarray([windows])))[0] > 0
+        own = kv_start.window_weights(starts, kv_start.window_starts(starts, windows)) > 0
+        np.testing.assert_array_equal(own, pooled[:, :7])
+
+
+def test_a_window_inside_one_token_takes_that_token():
+    found = kv_start.window_weights([0, 10], kv_start.window_starts([0, 3, 6, 9, 12], 5))
+    np.testing.assert_array_equal(found, [[1, 0], [1, 0], [1, 0], [0, 1], [0, 1]])
