@@ -15,7 +15,8 @@ from lw_jax.core.compiling import compile_together
 from lw_jax.core.eval_rows import ROWS
 from lw_jax.core.progress import phase
 from lw_jax.core.types import SHARED, Example, Tree
-from lw_jax.data.batches import Encoded
+from lw_jax.data import batches
+from lw_jax.data.batches import Encoded, other_examples
 from lw_jax.data.examples import spread
 from lw_jax.data.loader import batches_of
 from lw_jax.data.tokens import Tokenizer
@@ -26,7 +27,7 @@ from lw_jax.evals.swaps import Swaps
 from lw_jax.evals.wire_functions import WireFunctions
 
 WIRE = ("before", "after", "channel", "task")  # a reader's fields around its latents
-PROBE, KEPT = "probe", "kept"  # of rows with a compacted text: see `ceiling.attach`
+PROBE, KEPT = "probe", "kept"  # of rows with a compacted text: see `attach_ceiling`
 ANSWER = ("answer_inputs", "targets", "weights")  # its scored fields
 
 
@@ -243,6 +244,30 @@ def positions(encoded: Encoded, reader: str, row: str, index: int, *, slots: int
         return slots + 1
     held = (KEPT,) if made.compacted else made.fields
     return sum(encoded.context_tokens[reader][field][index] for field in held) + made.taught
+
+
+def attach_ceiling(encoded: Encoded, indices: Sequence[int]) -> Encoded:
+    """Returns the data set with the fields of a compacted text for the examples at `indices`.
+
+    Rows `ceiling` have a reader's own keys and values of the text, reduced to a message's positions without training:
+    they tell a message that is too short from a wire that is bad (`models.attention_matching`). PROBE is a question
+    about another text, whose queries choose what is kept; KEPT has as many real tokens as the message of the example
+    takes positions. `encoded` has the fields "context" and "asked".
+    """
+    readers, counts = {}, {}
+    others, slots = other_examples(encoded.examples), dict(zip(indices, encoded.count_slots(indices), strict=True))
+    for name, fields in encoded.readers.items():
+        asked, tokens = fields["asked"], encoded.context_tokens[name]["context"]
+        rooms = [
+            positions(encoded, name, "latents", index, slots=int(slots[index])) if index in slots else 0
+            for index in range(len(encoded))
+        ]
+        probe = dataclasses.replace(asked, ids=[asked.ids[other] for other in others])
+        kept = batches.field([np.zeros(room, np.int32) for room in rooms], asked.pad, left=False)
+        readers[name] = fields | {PROBE: probe, KEPT: kept}
+        held = [min(room, count) for room, count in zip(rooms, tokens, strict=True)]
+        counts[name] = {**encoded.context_tokens[name], KEPT: held}
+    return dataclasses.replace(encoded, readers=readers, context_tokens=counts)
 
 
 def merge(groups: list[list[Any]]) -> list[Any]:

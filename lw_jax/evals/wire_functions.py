@@ -144,7 +144,7 @@ class WireFunctions:
 
     @jitted("name")
     def prompt_from_compacted_text(self, params: Tree, fields: Mapping, vectors: jax.Array | None, name: str) -> Prompt:
-        """Returns a reader's prompt of a reduced text; fields: `ceiling`, vectors [k d] as of `taught_prompt`."""
+        """Returns a reader's prompt of a reduced text, of the fields of `control_rows.attach_ceiling`."""
         reader, before = self.wire.readers[name], fields["before"]["mask"].sum(axis=1, keepdims=True)
         text = attention_matching.join(params, fields["context"], fields["probe"], before=before)
         kept = attention_matching.compact(params, reader.config, text, fields["kept"]["mask"], mode=reader.mode)
