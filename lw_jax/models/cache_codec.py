@@ -82,7 +82,8 @@ def fit_statistics(numbers: Int[np.ndarray, "n w"], step: float) -> Statistics:
     beyond = sizes.sum(axis=0, dtype=np.int64) - others
     zero = (seen - others + 0.5) / (seen + 1.0)
     decay = (beyond + 0.3) / (beyond + others + 1.0)
-    return Statistics(float(np.float32(step)), *(_fractions(one) for one in (zero, decay)))
+    parts = (np.clip(np.rint(shares * _PARTS), 1, _PARTS - 1).astype(np.uint16) for shares in (zero, decay))
+    return Statistics(float(np.float32(step)), *parts)
 
 
 def bits(statistics: Statistics, numbers: Int[np.ndarray, "n w"]) -> float:
@@ -301,10 +302,6 @@ def _digits(what: str, digits: str) -> bytes:
     if len(found) != 8:
         raise UserError(f"{what} {digits!r}: 16 hex digits are needed")
     return found
-
-
-def _fractions(shares: Float[np.ndarray, " w"]) -> UInt[np.ndarray, " w"]:
-    return np.clip(np.rint(shares * _PARTS), 1, _PARTS - 1).astype(np.uint16)
 
 
 def _pairs(statistics: Statistics) -> Iterator[tuple[int, int]]:
