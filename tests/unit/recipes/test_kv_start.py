@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax.data import prompt_tokens
+from lw_jax.data import batches, prompt_tokens
 from lw_jax.models import decoder, encoder, kv_prefix
 from lw_jax.recipes import kv_start
 from tests import tiny
@@ -73,11 +73,9 @@ def own_windows(recipe, built, name, texts):
     before = prompt_tokens.shared_prefix(name, recipe.layout.readers[name], recipe.layout.prompt)[None]
     shared = decoder.SharedPrefix(decoder.embed(params, jnp.asarray(before)), jnp.ones(before.shape, bool))
     encoded = [tokenizer.encode(example.context) for example in texts]
-    mask = np.arange(max(map(len, encoded))) < np.array([[len(one)] for one in encoded])
-    ids = np.zeros(mask.shape, np.int32)
-    ids[mask] = np.concatenate(encoded)
+    read = batches.field([np.array(one) for one in encoded], 0, left=False).collate(range(len(texts)))
     take = jax.jit(lambda x, mask: kv_prefix.take(params, reader.config, x, mask=mask, shared_prefix=shared))
-    own = take(decoder.embed(params, jnp.asarray(ids)), jnp.asarray(mask))
+    own = take(decoder.embed(params, jnp.asarray(read["ids"])), jnp.asarray(read["mask"]))
     for row, example in enumerate(texts):
         source = recipe.layout.source.starts(example.context)
         bounds = kv_start.window_starts(source, recipe.cfg.encoder.slots)
