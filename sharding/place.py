@@ -155,7 +155,7 @@ def local_rows(tree: Any, mesh: Mesh) -> Any:
         shards = {shard.index[0].start or 0: shard.data for shard in leaf.addressable_shards}
         return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
 
-    if len({device.process_index for device in mesh.devices.flat}) == 1:
+    if processes(mesh) == 1:
         return jax.device_get(tree)
     return jax.tree.map(own, rows(tree, mesh))
 

@@ -300,16 +300,9 @@ class Recorder(WireFunctions):
 
 
 def make_bench(recipe: LatentWire, built: Weights) -> control_rows.WireSession:
-    """Returns the recipe as evaluation uses it, everything on one device."""
-    decode = {name: tokenizer.decode for name, tokenizer in recipe.tokenizers.items()}
-
-    def place(batch: Tree, name: str | None) -> Tree:
-        del name
-        return jax.tree.map(jnp.asarray, batch)
-
-    return control_rows.WireSession(
-        WireFunctions(recipe.wire, recipe.placement), built.trainable, built.frozen, decode, place
-    )
+    """Returns the recipe as evaluation uses it."""
+    functions = WireFunctions(recipe.wire, recipe.placement)
+    return control_rows.WireSession(functions, built.frozen, recipe.tokenizers, built.trainable)
 
 
 def gradient_of(recipe: LatentWire, frozen: Tree) -> Callable[[Tree, Tree], tuple[Tree, Any]]:

@@ -1,6 +1,5 @@
 """Jitted functions of a wire of kind "cache": read a text twice, code it, and prompt a reader with its message."""
 
-import functools
 from collections.abc import Mapping
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lw_jax.core.types import Tree
-from lw_jax.evals.wire_functions import WireFunctions
+from lw_jax.evals.wire_functions import WireFunctions, jitted
 from lw_jax.models import cache_choice, cache_code, cache_message, decoder, kv_prefix, rotary
 from lw_jax.models.cache_choice import Reading
 from lw_jax.models.cache_message import Sent, Wanted
@@ -20,95 +19,75 @@ from lw_jax.models.wire import Prompt, embed_shared_prefix
 class CacheFunctions(WireFunctions):
     """Functions of one wire, each compiled once for each reader and shape."""
 
-    @functools.cached_property
-    def read_twice(self):
-        """Returns jitted (reader's parameters, fields, name, keep_queries) -> Reading.
+    @jitted("name", "keep_queries")
+    def read_twice(self, params: Tree, fields: Mapping, name: str, keep_queries: bool) -> Reading:
+        """Returns texts read twice by a reader with these parameters.
 
         `fields`: "own", the text's ids, right-padded, and of one row "before" and "again", {"ids", "mask"}.
         """
+        reader, own, again = self.wire.readers[name], fields["own"], fields["again"]
+        return cache_choice.read_twice(
+            params,
+            reader.config,
+            decoder.embed(params, own["ids"]),
+            mask=own["mask"],
+            again=SharedPrefix(decoder.embed(params, again["ids"][:1]), again["mask"][:1]),
+            shared_prefix=embed_shared_prefix(params, fields["before"]),
+            keep_queries=keep_queries,
+            mode=reader.mode,
+        )
 
-        def run(params: Tree, fields: Mapping, name: str, keep_queries: bool) -> Reading:
-            reader, own, again = self.wire.readers[name], fields["own"], fields["again"]
-            return cache_choice.read_twice(
-                params,
-                reader.config,
-                decoder.embed(params, own["ids"]),
-                mask=own["mask"],
-                again=SharedPrefix(decoder.embed(params, again["ids"][:1]), again["mask"][:1]),
-                shared_prefix=embed_shared_prefix(params, fields["before"]),
-                keep_queries=keep_queries,
-                mode=reader.mode,
-            )
+    @jitted("name", "sizes")
+    def encode(  # noqa: PLR0913
+        self,
+        code: Tree,
+        reading: Reading,
+        before: jax.Array,
+        counts: list[jax.Array],
+        step: jax.Array,
+        name: str,
+        sizes: Sizes | None,
+    ) -> list[Sent]:
+        """Returns the message for each of `counts` [l b k]; `before`: the mask of that field, `step` [b]."""
+        seen = _count(before)
+        kept = [cache_choice.choose(reading.scores, reading.text.mask, count) for count in counts]
+        settings = {"seen": seen, "sizes": sizes, "factors": self.wire.readers[name].mode.factors}
+        return cache_message.encode(self.wire.readers[name].config, code, reading, kept, step, **settings)
 
-        return jax.jit(run, static_argnames=("name", "keep_queries"))
+    @jitted("name", "sizes")
+    def want(  # noqa: PLR0913
+        self, reading: Reading, before: jax.Array, count: jax.Array, name: str, sizes: Sizes | None
+    ) -> Wanted:
+        """Returns what the numbers of a message with `count` [l b k] keys should say."""
+        kept = cache_choice.choose(reading.scores, reading.text.mask, count)
+        return cache_message.want(self.wire.readers[name].config, reading, kept, seen=_count(before), sizes=sizes)
 
-    @functools.cached_property
-    def encode(self):
-        """Returns jitted (code, Reading, mask of "before", counts [l b k], steps [b], name, sizes) -> Sent of each."""
+    @jitted("factors")
+    def solve(self, code: Tree, wanted: Wanted, step: jax.Array, factors: str | None) -> jax.Array:
+        """Returns the numbers [b t w] of `want`, not rounded, for steps [b]."""
+        return cache_message.solve(code, wanted, step, factors)
 
-        def run(  # noqa: PLR0913
-            code: Tree,
-            reading: Reading,
-            before: jax.Array,
-            counts: list[jax.Array],
-            step: jax.Array,
-            name: str,
-            sizes: Sizes | None,
-        ) -> list[Sent]:
-            seen = _count(before)
-            kept = [cache_choice.choose(reading.scores, reading.text.mask, count) for count in counts]
-            settings = {"seen": seen, "sizes": sizes, "factors": self.wire.readers[name].mode.factors}
-            return cache_message.encode(self.wire.readers[name].config, code, reading, kept, step, **settings)
+    @jitted("name", "sizes")
+    def fit_biases(  # noqa: PLR0913
+        self,
+        code: Tree,
+        reading: Reading,
+        before: jax.Array,
+        kept: jax.Array,
+        numbers: jax.Array,
+        step: jax.Array,
+        name: str,
+        sizes: Sizes,
+    ) -> jax.Array:
+        """Returns the biases [l b t k] of a message."""
+        seen, config = _count(before), self.wire.readers[name].config
+        return cache_message.fit_biases(config, code, reading, kept, numbers, step, seen=seen, sizes=sizes)
 
-        return jax.jit(run, static_argnames=("name", "sizes"))
-
-    @functools.cached_property
-    def want(self):
-        """Returns jitted (Reading, mask of "before", count [l b k], name, sizes) -> what numbers should say."""
-
-        def run(reading: Reading, before: jax.Array, count: jax.Array, name: str, sizes: Sizes | None) -> Wanted:
-            seen = _count(before)
-            kept = cache_choice.choose(reading.scores, reading.text.mask, count)
-            return cache_message.want(self.wire.readers[name].config, reading, kept, seen=seen, sizes=sizes)
-
-        return jax.jit(run, static_argnames=("name", "sizes"))
-
-    @functools.cached_property
-    def solve(self):
-        """Returns jitted (code, what numbers should say, steps [b], factors) -> numbers [b t w], not rounded."""
-        return jax.jit(cache_message.solve, static_argnames="factors")
-
-    @functools.cached_property
-    def fit_biases(self):
-        """Returns jitted (code, Reading, mask of "before", kept, numbers, steps, name, sizes) -> biases [l b t k]."""
-
-        def run(  # noqa: PLR0913
-            code: Tree,
-            reading: Reading,
-            before: jax.Array,
-            kept: jax.Array,
-            numbers: jax.Array,
-            step: jax.Array,
-            name: str,
-            sizes: Sizes,
-        ) -> jax.Array:
-            seen, config = _count(before), self.wire.readers[name].config
-            return cache_message.fit_biases(config, code, reading, kept, numbers, step, seen=seen, sizes=sizes)
-
-        return jax.jit(run, static_argnames=("name", "sizes"))
-
-    @functools.cached_property
-    def read_states(self):
-        """Returns jitted (reader's parameters, fields of `read_twice`, name) -> states bf16[b t n], scores and power.
-
-        The last two are those of a `Reading`, f32[l b t k].
-        """
-
-        def run(params: Tree, fields: Mapping, name: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-            kv, scores, power, _ = self.read_twice(params, fields, name, False)
-            return cache_code.states(kv.k, kv.v).astype(jnp.bfloat16), scores, power
-
-        return jax.jit(run, static_argnames="name")
+    @jitted("name")
+    def read_states(self, params: Tree, fields: Mapping, name: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns states bf16[b t n] of texts (fields of `read_twice`), and the scores and power of their `Reading`."""
+        kv, scores, power, _ = self.read_twice(params, fields, name, False)
+        return cache_code.states(kv.k, kv.v).astype(jnp.bfloat16), scores, power
 
     def prompt_from_cache(  # noqa: PLR0913
         self, params: Tree, code: Tree, fields: Mapping, sent: Sent, mask: jax.Array | np.ndarray, name: str
@@ -117,43 +96,36 @@ class CacheFunctions(WireFunctions):
         opening = self._opening(params, fields["before"], name)
         return self._prompt_from_cache(params, code, fields["after"], sent, mask, name, opening)
 
-    @functools.cached_property
-    def _prompt_from_cache(self):
-        def build(  # noqa: PLR0913
-            params: Tree,
-            code: Tree,
-            after: Mapping,
-            sent: Sent,
-            mask: jax.Array,
-            name: str,
-            opening: decoder.KVPrefix | None,
-        ) -> Prompt:
-            x = decoder.embed(params, after["ids"])
-            own = self._constrain(cache_message.decode(code, sent, mask, x.dtype), name)
-            if opening is not None:
-                own = self._constrain(kv_prefix.prepend(opening, own), name)
-            return Prompt(x, after["mask"], kv_prefix=own)
+    @jitted("name")
+    def _prompt_from_cache(  # noqa: PLR0913
+        self,
+        params: Tree,
+        code: Tree,
+        after: Mapping,
+        sent: Sent,
+        mask: jax.Array,
+        name: str,
+        opening: decoder.KVPrefix | None,
+    ) -> Prompt:
+        x = decoder.embed(params, after["ids"])
+        own = self._constrain(cache_message.decode(code, sent, mask, x.dtype), name)
+        if opening is not None:
+            own = self._constrain(kv_prefix.prepend(opening, own), name)
+        return Prompt(x, after["mask"], kv_prefix=own)
 
-        return jax.jit(build, static_argnames="name")
+    @jitted("name", "sizes")
+    def prompt_packed(  # noqa: PLR0913
+        self, params: Tree, code: Tree, fields: Mapping, sent: Sent, mask: jax.Array, name: str, sizes: Sizes
+    ) -> Prompt:
+        """Returns the prompt of `prompt_from_cache`, but its message takes the memory of the kept keys alone.
 
-    @functools.cached_property
-    def prompt_packed(self):
-        """Returns jitted (reader's parameters, code, fields, Sent, mask, name, sizes) -> Prompt.
-
-        It is that of `prompt_from_cache`, but its message takes the memory of the kept keys alone, by layer and head
-        as many as `sizes`.
+        They are as many as `sizes`, by layer and head.
         """
-
-        def build(  # noqa: PLR0913
-            params: Tree, code: Tree, fields: Mapping, sent: Sent, mask: jax.Array, name: str, sizes: Sizes
-        ) -> Prompt:
-            after, before = fields["after"], embed_shared_prefix(params, fields["before"])
-            x = decoder.embed(params, after["ids"])
-            config, seen = self.wire.readers[name].config, 0 if before is None else before.mask.sum()
-            packed = cache_message.decode_packed(config, code, sent, mask, sizes, seen=seen, dtype=x.dtype)
-            return Prompt(x, after["mask"], before, packed=packed)
-
-        return jax.jit(build, static_argnames=("name", "sizes"))
+        after, before = fields["after"], embed_shared_prefix(params, fields["before"])
+        x = decoder.embed(params, after["ids"])
+        config, seen = self.wire.readers[name].config, 0 if before is None else before.mask.sum()
+        packed = cache_message.decode_packed(config, code, sent, mask, sizes, seen=seen, dtype=x.dtype)
+        return Prompt(x, after["mask"], before, packed=packed)
 
     def packs(self, name: str) -> bool:
         """Returns whether a reader can have a message's keys without what stands between them (`open_packed`)."""

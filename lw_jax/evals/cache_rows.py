@@ -1,7 +1,7 @@
 """Evaluation rows of a wire of kind "cache": the text, its message at several ratios, another text's, and nothing."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +14,10 @@ from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.batches import Encoded, other_examples
 from lw_jax.data.loader import batches_of
 from lw_jax.data.prompt_tokens import Layout
-from lw_jax.evals import answers, cache_functions
+from lw_jax.evals import cache_functions
 from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.evals.comparison import Record
-from lw_jax.evals.control_rows import ANSWER, judge, number_texts
+from lw_jax.evals.control_rows import Session, judge, number_texts
 from lw_jax.evals.record_log import RecordLog
 from lw_jax.models import cache_codec, cache_message
 from lw_jax.models.cache_codec import Coding
@@ -108,16 +108,12 @@ class RowPrompt(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class CacheBench:
-    """A wire's functions and weights."""
+class CacheSession(Session):
+    """A wire with its codes."""
 
     functions: CacheFunctions
     codes: Mapping[str, Tree]  # reader's name -> its part of the tree, on its mesh
-    frozen: Tree
     ratio: int  # of the rows that name none
-    decode: Mapping[str, Callable[[Sequence[int]], str]]  # reader's name -> ids to text
-    place: Callable[[Tree, str], Tree]  # (rows on the host, reader's name) -> device batch
-    fetch: Callable[[Tree, str], Tree] = lambda tree, name: jax.device_get(tree)
 
     def prompts(self, fields: Mapping[str, Any], name: str, rows: Sequence[str]) -> dict[str, RowPrompt]:
         """Returns each row's prompt; a text is read once for all of its rows."""
@@ -146,7 +142,7 @@ class CacheBench:
 
 
 def measure(  # noqa: PLR0913
-    bench: CacheBench,
+    bench: CacheSession,
     encoded: Encoded,
     indices: Sequence[int],
     *,
@@ -173,9 +169,9 @@ def measure(  # noqa: PLR0913
         for host in batches_by_length(encoded, indices, batch):
             for name, host_fields in host["readers"].items():
                 if asked := log.missing(name, rows, host["index"][host["valid"]].tolist()):
-                    fields = bench.place(host_fields, name)
+                    fields = bench.functions.place(host_fields, name)
                     for row, made in bench.prompts(fields, name, asked).items():
-                        found = _score(bench, fields, name, made.prompt, max_new_tokens)
+                        found = bench.answer(fields, name, made.prompt, max_new_tokens=max_new_tokens)
                         log.add(list(_records(encoded, host, name, row, made, found, codings, texts)))
                 done.advance()
     return log.read(tuple(encoded.readers), rows, indices)
@@ -187,18 +183,18 @@ def _records(  # noqa: PLR0913
     name: str,
     row: str,
     made: RowPrompt,
-    found: tuple[dict[str, np.ndarray], list[str]],
+    found: tuple[list[str], dict[str, np.ndarray]],
     codings: Mapping[str, Coding],
     texts: list[int],
 ) -> Iterator[Record]:
     """Yields one reader's records of one row of a batch."""
-    scores, told = found
+    told, scores = found
     lengths = host["readers"][name]["own"]["mask"].sum(axis=1)
     for at, index in enumerate(host["index"].tolist()):
         if not host["valid"][at]:
             continue
-        held = float(made.positions[at]) if made.sent else _text_positions(encoded, name, row, index)
-        one = {"reader": name, "row": row, "index": index, "text": texts[index], "positions": held}
+        held = made.positions[at] if made.sent else encoded.context_tokens[name][ROWS[row].fields[0]][index]
+        one = {"reader": name, "row": row, "index": index, "text": texts[index], "positions": float(held)}
         if row == "latents":
             one |= _size(codings[name], made, at, int(lengths[at]))
         one |= judge(encoded.examples[index], told[at])
@@ -212,16 +208,3 @@ def _size(coding: Coding, made: RowPrompt, at: int, length: int) -> Record:
     section = cache_message.to_section({made.ratio: one}, length)
     size = len(cache_codec.pack([(coding, section)], writer=coding.fingerprint))
     return {"bytes": size, "text_tokens": length}
-
-
-def _score(
-    bench: CacheBench, fields: Mapping[str, Any], name: str, prompt: Any, max_new_tokens: int
-) -> tuple[dict[str, np.ndarray], list[str]]:
-    answer, params = {key: fields[key] for key in ANSWER}, bench.frozen[name]
-    ids, scores = bench.fetch(bench.functions.answer(params, prompt, answer, name, max_new_tokens), name)
-    texts = [bench.decode[name]([int(token) for token in row if token >= 0]) for row in ids]
-    return scores, [answers.first_line(text) for text in texts]
-
-
-def _text_positions(encoded: Encoded, name: str, row: str, index: int) -> float:
-    return float(encoded.context_tokens[name][ROWS[row].fields[0]][index])

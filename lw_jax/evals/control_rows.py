@@ -4,7 +4,7 @@ Depends on a `WireSession` (a wire's functions and weights) and on data, on no r
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +15,11 @@ from lw_jax.core.compiling import compile_together
 from lw_jax.core.eval_rows import ROWS
 from lw_jax.core.progress import phase
 from lw_jax.core.types import SHARED, Example, Tree
-from lw_jax.data.batches import Encoded
+from lw_jax.data import batches
+from lw_jax.data.batches import Encoded, other_examples
 from lw_jax.data.examples import spread
 from lw_jax.data.loader import batches_of
+from lw_jax.data.tokens import Tokenizer
 from lw_jax.evals import answers, message_latents
 from lw_jax.evals.comparison import Record
 from lw_jax.evals.message_latents import Sent
@@ -25,22 +27,40 @@ from lw_jax.evals.swaps import Swaps
 from lw_jax.evals.wire_functions import WireFunctions
 
 WIRE = ("before", "after", "channel", "task")  # a reader's fields around its latents
-PROBE, KEPT = "probe", "kept"  # of rows with a compacted text: see `ceiling.attach`
+PROBE, KEPT = "probe", "kept"  # of rows with a compacted text: see `attach_ceiling`
 ANSWER = ("answer_inputs", "targets", "weights")  # its scored fields
 
 
 @dataclasses.dataclass(frozen=True)
-class WireSession:
-    """A trained wire with its weights, detokenizers and device placement."""
+class Session:
+    """Frozen readers with their tokenizers, and the functions of a wire of any kind."""
 
     functions: WireFunctions
-    trainable: Tree
     frozen: Tree
-    decode: Mapping[str, Callable[[Sequence[int]], str]]  # reader's name -> ids to text
-    # (this process's rows on the host, reader's name or None for the encoder) -> device batch, and back
-    place: Callable[[Tree, str | None], Tree]
+    tokenizers: Mapping[str, Tokenizer]
+
+    def score(self, fields: Mapping[str, Any], name: str, prompt: Any) -> dict[str, np.ndarray]:
+        """Returns nll, hits, first, first5 and tokens [b] of the reference answers of this process's rows."""
+        answer = {key: fields[key] for key in ANSWER}
+        return self.functions.fetch(self.functions.score(self.frozen[name], prompt, answer, name), name)
+
+    def answer(
+        self, fields: Mapping[str, Any], name: str, prompt: Any, *, max_new_tokens: int
+    ) -> tuple[list[str], dict[str, np.ndarray]]:
+        """Returns a reader's greedy answers to this process's rows, and `score` of the reference answers."""
+        answer = {key: fields[key] for key in ANSWER}
+        found = self.functions.answer(self.frozen[name], prompt, answer, name, max_new_tokens)
+        ids, scores = self.functions.fetch(found, name)
+        texts = [self.tokenizers[name].decode([int(token) for token in row if token >= 0]) for row in ids]
+        return [answers.first_line(text) for text in texts], scores
+
+
+@dataclasses.dataclass(frozen=True)
+class WireSession(Session):
+    """A trained wire with its weights."""
+
+    trainable: Tree
     taught: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)  # reader's name -> vectors f32[k d]
-    fetch: Callable[[Tree, str | None], Tree] = lambda tree, name: jax.device_get(tree)
 
     def encode(self, source: Tree) -> jax.Array:
         """Returns the latents of placed texts."""
@@ -61,21 +81,6 @@ class WireSession:
         assert latents is not None, row
         wire = {key: fields[key] for key in WIRE if key in fields}
         return self.functions.prompt_from_latents(self.trainable, params, wire, latents, name)
-
-    def score(self, fields: Mapping[str, Any], name: str, prompt: Any) -> dict[str, np.ndarray]:
-        """Returns nll, hits, first, first5 and tokens [b] of the reference answers of this process's rows."""
-        answer = {key: fields[key] for key in ANSWER}
-        return self.fetch(self.functions.score(self.frozen[name], prompt, answer, name), name)
-
-    def answer(
-        self, fields: Mapping[str, Any], name: str, prompt: Any, *, max_new_tokens: int
-    ) -> tuple[list[str], dict[str, np.ndarray]]:
-        """Returns a reader's greedy answers to this process's rows, and `score` of the reference answers."""
-        answer = {key: fields[key] for key in ANSWER}
-        found = self.functions.answer(self.frozen[name], prompt, answer, name, max_new_tokens)
-        ids, scores = self.fetch(found, name)
-        texts = [self.decode[name]([int(token) for token in row if token >= 0]) for row in ids]
-        return [answers.first_line(text) for text in texts], scores
 
     def answer_program(self, fields: Mapping[str, Any], name: str, prompt: Any, most: int) -> tuple[Any, tuple]:
         """Returns the jitted function that reads a prompt for `answer`, and its arguments."""
@@ -153,7 +158,7 @@ def _encode(
     bench: WireSession, encoded: Encoded, indices: Sequence[int], *, kinds: set[str], batch: int, seed: int
 ) -> dict[str, Sent]:
     def encode(source: Tree) -> np.ndarray:
-        return np.asarray(bench.fetch(bench.encode(bench.place(source, None)), None), np.float32)
+        return np.asarray(bench.functions.fetch(bench.encode(bench.functions.place(source, None)), None), np.float32)
 
     return message_latents.make(encode, encoded, indices, kinds=kinds, batch=batch, seed=seed)
 
@@ -211,15 +216,15 @@ def _ask(
     """Yields a batch as each reader is asked it in each row; a prompt is made when it is its turn."""
     at = host["position"]
     for name, host_fields in host["readers"].items():
-        fields = bench.place(host_fields, name)
+        fields = bench.functions.place(host_fields, name)
         for row in rows:
             given, sent, slots = fields, None, np.zeros(len(at), np.int32)
             if ROWS[row].latents:
                 values, counts = latents[ROWS[row].latents]
                 slots = counts[at]
                 channel = np.concatenate([slots[:, None], host_fields["channel"][:, 1:]], axis=1)
-                given = fields | {"channel": bench.place(channel, name)}
-                sent = bench.place(values[at], None)
+                given = fields | {"channel": bench.functions.place(channel, name)}
+                sent = bench.functions.place(values[at], None)
             yield _Asked(name, row, fields, slots, bench.prompt(given, name, row=row, latents=sent))
 
 
@@ -239,6 +244,30 @@ def positions(encoded: Encoded, reader: str, row: str, index: int, *, slots: int
         return slots + 1
     held = (KEPT,) if made.compacted else made.fields
     return sum(encoded.context_tokens[reader][field][index] for field in held) + made.taught
+
+
+def attach_ceiling(encoded: Encoded, indices: Sequence[int]) -> Encoded:
+    """Returns the data set with the fields of a compacted text for the examples at `indices`.
+
+    Rows `ceiling` have a reader's own keys and values of the text, reduced to a message's positions without training:
+    they tell a message that is too short from a wire that is bad (`models.attention_matching`). PROBE is a question
+    about another text, whose queries choose what is kept; KEPT has as many real tokens as the message of the example
+    takes positions. `encoded` has the fields "context" and "asked".
+    """
+    readers, counts = {}, {}
+    others, slots = other_examples(encoded.examples), dict(zip(indices, encoded.count_slots(indices), strict=True))
+    for name, fields in encoded.readers.items():
+        asked, tokens = fields["asked"], encoded.context_tokens[name]["context"]
+        rooms = [
+            positions(encoded, name, "latents", index, slots=int(slots[index])) if index in slots else 0
+            for index in range(len(encoded))
+        ]
+        probe = dataclasses.replace(asked, ids=[asked.ids[other] for other in others])
+        kept = batches.field([np.zeros(room, np.int32) for room in rooms], asked.pad, left=False)
+        readers[name] = fields | {PROBE: probe, KEPT: kept}
+        held = [min(room, count) for room, count in zip(rooms, tokens, strict=True)]
+        counts[name] = {**encoded.context_tokens[name], KEPT: held}
+    return dataclasses.replace(encoded, readers=readers, context_tokens=counts)
 
 
 def merge(groups: list[list[Any]]) -> list[Any]:

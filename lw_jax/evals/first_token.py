@@ -40,20 +40,27 @@ def measure(bench: WireSession, measured: Measured, *, rows: tuple[str, ...], co
         return {}
     found = {}
     for name in measured.encoded.readers:
-        lengths = [measured.encoded.context_tokens[name][ROWS[text].fields[0]][index] for index in measured.indices]
-        position = int(np.argsort(lengths, kind="stable")[len(lengths) // 2])
+        position, tokens = median_text(measured, name, ROWS[text].fields[0])
         one = narrow(measured.encoded, measured.indices[position])
-        fields = bench.place(one.collate([0] * copies)["readers"][name], name)
+        fields = bench.functions.place(one.collate([0] * copies)["readers"][name], name)
         opening = match(one.readers[name]["before"], one.readers[name][ROWS[text].fields[0]])
         slots = int(one.count_slots([0])[0])  # a reader is given no position beyond them
-        latents = bench.place(np.repeat(measured.latents[position : position + 1, :slots], copies, axis=0), None)
+        own = np.repeat(measured.latents[position : position + 1, :slots], copies, axis=0)
+        latents = bench.functions.place(own, None)
         seconds = {}
         for row in (text, "latents"):
             sent = latents if ROWS[row].latents else None
             read = functools.partial(_read, bench, fields, name, row, sent, None if ROWS[row].latents else opening)
             seconds[row] = fastest(read)
-        found[name] = Times(seconds, lengths[position])
+        found[name] = Times(seconds, tokens)
     return found
+
+
+def median_text(measured: Measured, name: str, field: str) -> tuple[int, int]:
+    """Returns the position in `indices` of a reader's text of median length, and its tokens."""
+    lengths = [measured.encoded.context_tokens[name][field][index] for index in measured.indices]
+    position = int(np.argsort(lengths, kind="stable")[len(lengths) // 2])
+    return position, lengths[position]
 
 
 class Opening(NamedTuple):

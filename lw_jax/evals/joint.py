@@ -99,7 +99,8 @@ def _costs(
             positions = [distinct[number].position if number < len(distinct) else 0 for number in numbers]
             nll = []
             for name, host_fields in host["readers"].items():
-                fields, latents = bench.place(host_fields, name), bench.place(measured.latents[positions], None)
+                fields = bench.functions.place(host_fields, name)
+                latents = bench.functions.place(measured.latents[positions], None)
                 scores = bench.score(fields, name, bench.prompt(fields, name, row="latents", latents=latents))
                 nll.append(scores["nll"] / scores["tokens"])
             mean = np.mean(np.asarray(nll, np.float64), axis=0)

@@ -143,15 +143,16 @@ def _send(
 
     The messages are packed and unpacked; the encoder must not quantise them before.
     """
+    functions = bench.functions
     for host in batches_of(sized, indices, options.batch, share=processes.share()):
-        channel, source = host["source"]["channel"], bench.place(host["source"], None)
-        latents = np.asarray(bench.fetch(bench.encode(source), None), np.float32)
-        placed = {name: bench.place(fields, name) for name, fields in host["readers"].items()}
+        channel, source = host["source"]["channel"], functions.place(host["source"], None)
+        latents = np.asarray(functions.fetch(bench.encode(source), None), np.float32)
+        placed = {name: functions.place(fields, name) for name, fields in host["readers"].items()}
         real = [(position, index) for position, index in enumerate(host["index"].tolist()) if host["valid"][position]]
         for bits in BITS:
             received, framed = _round_trip(latents, channel, bits=bits, encoder=encoder)
             for name, fields in placed.items():
-                prompt = bench.prompt(fields, name, row=ROW, latents=bench.place(received, None))
+                prompt = bench.prompt(fields, name, row=ROW, latents=functions.place(received, None))
                 predictions = None
                 if options.curve == "f1":
                     predictions, scores = bench.answer(fields, name, prompt, max_new_tokens=options.max_new_tokens)

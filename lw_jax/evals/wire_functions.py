@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from lw_jax.core.types import Tree
 from lw_jax.losses import token_losses
-from lw_jax.models import attention_matching, decode, kv_prefix
+from lw_jax.models import attention_matching, decode, decoder, kv_prefix
 from lw_jax.models.adapter import KeysValues
 from lw_jax.models.decoder import KVPrefix
 from lw_jax.models.wire import (
@@ -30,6 +30,17 @@ from sharding.placement import Placement
 _T = TypeVar("_T")
 
 
+def jitted(*static: str, donate: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a method a jitted function that is compiled once for each object and its `static` arguments."""
+
+    def make(method: Callable[..., Any]) -> Any:
+        return functools.cached_property(
+            lambda self: jax.jit(functools.partial(method, self), static_argnames=static, donate_argnames=donate)
+        )
+
+    return make
+
+
 class WireFunctions:
     """Functions of one wire, each compiled once for each reader and shape."""
 
@@ -42,10 +53,18 @@ class WireFunctions:
         """Returns a reader's mesh; None: the encoder's."""
         return self.placement.learner if name is None else self.placement.readers[name].mesh
 
-    @functools.cached_property
-    def encode(self):
-        """Returns jitted (trainable, source, frozen body or None) -> latents."""
-        return jax.jit(self.wire.encode)
+    def place(self, rows: Tree, name: str | None) -> Tree:
+        """Returns this process's rows [b ...] on a reader's mesh (None: the encoder's), split over its data axis."""
+        return place.put_eval(rows, self.mesh_of(name))
+
+    def fetch(self, rows: Tree, name: str | None) -> Tree:
+        """Returns this process's rows of arrays [B ...] on that mesh, on the host."""
+        return place.local_rows(rows, self.mesh_of(name))
+
+    @jitted()
+    def encode(self, trainable: Tree, source: Mapping, body: Tree | None = None) -> jax.Array:
+        """See `Wire.encode`."""
+        return self.wire.encode(trainable, source, body)
 
     def prompt_from_latents(
         self, trainable: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str
@@ -58,18 +77,15 @@ class WireFunctions:
         adapter, latents = place.replicate(trainable["adapters"][name], mesh), place.rows(latents, mesh)
         return self._wire_prompt(adapter, params, fields, latents, name, opening)
 
-    @functools.cached_property
-    def _wire_prompt(self):
-        def build(
-            adapter: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str, opening: KVPrefix | None
-        ) -> Prompt:
-            prompt = wire_prompt(params, fields, self.wire.prefix(adapter, name, latents, "answer"))
-            if opening is None or prompt.kv_prefix is None:
-                return prompt.joined()
-            own = self._constrain(kv_prefix.prepend(opening, prompt.kv_prefix), name)
-            return dataclasses.replace(prompt, shared_prefix=None, kv_prefix=own)
-
-        return jax.jit(build, static_argnames="name")
+    @jitted("name")
+    def _wire_prompt(  # noqa: PLR0913
+        self, adapter: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str, opening: KVPrefix | None
+    ) -> Prompt:
+        prompt = wire_prompt(params, fields, self.wire.prefix(adapter, name, latents, "answer"))
+        if opening is None or prompt.kv_prefix is None:
+            return prompt.joined()
+        own = self._constrain(kv_prefix.prepend(opening, prompt.kv_prefix), name)
+        return dataclasses.replace(prompt, shared_prefix=None, kv_prefix=own)
 
     def reuse_opening(
         self, params: Tree, before: Mapping, prompt: Prompt, name: str, *, columns: int, skipped: int
@@ -81,14 +97,11 @@ class WireFunctions:
         opening = self._opening(params, before, name)
         return prompt if opening is None else self._reuse_opening(opening, prompt, name, columns, skipped)
 
-    @functools.cached_property
-    def _reuse_opening(self):
-        def build(opening: KVPrefix, prompt: Prompt, name: str, columns: int, skipped: int) -> Prompt:
-            own = KVPrefix(opening.k[:, :, :columns], opening.v[:, :, :columns], opening.mask[:, :columns])
-            own = self._constrain(kv_prefix.repeat(own, len(prompt.mask)), name)
-            return Prompt(prompt.embeddings[:, skipped:], prompt.mask[:, skipped:], kv_prefix=own)
-
-        return jax.jit(build, static_argnums=(2, 3, 4))
+    @jitted("name", "columns", "skipped")
+    def _reuse_opening(self, opening: KVPrefix, prompt: Prompt, name: str, columns: int, skipped: int) -> Prompt:
+        own = KVPrefix(opening.k[:, :, :columns], opening.v[:, :, :columns], opening.mask[:, :columns])
+        own = self._constrain(kv_prefix.repeat(own, len(prompt.mask)), name)
+        return Prompt(prompt.embeddings[:, skipped:], prompt.mask[:, skipped:], kv_prefix=own)
 
     def _constrain(self, prefix: KVPrefix, name: str) -> KVPrefix:
         constrain = self.wire.readers[name].constrain
@@ -104,56 +117,43 @@ class WireFunctions:
             return None
         return _keep(self._openings, name, params["layers"], lambda: self._read_opening(params, before, name))
 
-    @functools.cached_property
-    def _read_opening(self):
-        def run(params: Tree, before: Mapping, name: str) -> KVPrefix:
-            reader, shared = self.wire.readers[name], embed_shared_prefix(params, before)
-            assert shared is not None, "an opening has tokens"
-            mode = dataclasses.replace(reader.mode, constrain=lambda x: x)  # one row does not divide over devices
-            return kv_prefix.take(params, reader.config, shared.x, mask=shared.mask, mode=mode)
-
-        return jax.jit(run, static_argnames="name")
+    @jitted("name")
+    def _read_opening(self, params: Tree, before: Mapping, name: str) -> KVPrefix:
+        reader, shared = self.wire.readers[name], embed_shared_prefix(params, before)
+        assert shared is not None, "an opening has tokens"
+        mode = dataclasses.replace(reader.mode, constrain=lambda x: x)  # one row does not divide over devices
+        return kv_prefix.take(params, reader.config, shared.x, mask=shared.mask, mode=mode)
 
     def prefix(self, trainable: Tree, latents: jax.Array, name: str) -> jax.Array | KeysValues:
         """Returns a reader's prefix and, behind it, the task's vector; the adapter is moved to its mesh first."""
         return self._prefix(place.replicate(trainable["adapters"][name], self.mesh_of(name)), latents, name)
 
-    @functools.cached_property
-    def _prefix(self):
-        return jax.jit(
-            lambda adapter, latents, name: self.wire.prefix(adapter, name, latents, "answer"), static_argnames="name"
-        )
+    @jitted("name")
+    def _prefix(self, adapter: Tree, latents: jax.Array, name: str) -> jax.Array | KeysValues:
+        return self.wire.prefix(adapter, name, latents, "answer")
 
-    @functools.cached_property
-    def prompt_from_text(self):
-        """Returns jitted (reader's parameters, {"ids", "mask"}) -> Prompt."""
-        return jax.jit(text_prompt)
+    @jitted()
+    def prompt_from_text(self, params: Tree, tokens: Mapping) -> Prompt:
+        """See `models.wire.text_prompt`."""
+        return text_prompt(params, tokens)
 
-    @functools.cached_property
-    def prompt_from_taught_text(self):
-        """Returns jitted (reader's parameters, {"context", "asked"}, vectors [k d]) -> Prompt."""
-        return jax.jit(taught_prompt)
+    @jitted()
+    def prompt_from_taught_text(self, params: Tree, fields: Mapping, vectors: jax.Array) -> Prompt:
+        """See `models.wire.taught_prompt`."""
+        return taught_prompt(params, fields, vectors)
 
-    @functools.cached_property
-    def prompt_from_compacted_text(self):
-        """Returns jitted (reader's parameters, fields, vectors [k d] or None, name) -> Prompt; fields: `ceiling`."""
+    @jitted("name")
+    def prompt_from_compacted_text(self, params: Tree, fields: Mapping, vectors: jax.Array | None, name: str) -> Prompt:
+        """Returns a reader's prompt of a reduced text, of the fields of `control_rows.attach_ceiling`."""
+        reader, before = self.wire.readers[name], fields["before"]["mask"].sum(axis=1, keepdims=True)
+        text = attention_matching.join(params, fields["context"], fields["probe"], before=before)
+        kept = attention_matching.compact(params, reader.config, text, fields["kept"]["mask"], mode=reader.mode)
+        return compacted_prompt(params, fields, self._constrain(kept, name), vectors)
 
-        def build(params: Tree, fields: Mapping, vectors: jax.Array | None, name: str) -> Prompt:
-            reader, before = self.wire.readers[name], fields["before"]["mask"].sum(axis=1, keepdims=True)
-            text = attention_matching.join(params, fields["context"], fields["probe"], before=before)
-            kept = attention_matching.compact(params, reader.config, text, fields["kept"]["mask"], mode=reader.mode)
-            return compacted_prompt(params, fields, self._constrain(kept, name), vectors)
-
-        return jax.jit(build, static_argnames="name")
-
-    @functools.cached_property
-    def score(self):
-        """Returns jitted (reader's parameters, Prompt, fields, name) -> nll, hits, first, first5, tokens, each [b]."""
-
-        def run(params: Tree, prompt: Prompt, fields: Mapping, name: str) -> dict[str, jax.Array]:
-            return scores_of(self.wire.answer_logits(params, name, prompt, fields), fields)
-
-        return jax.jit(run, static_argnames="name")
+    @jitted("name")
+    def score(self, params: Tree, prompt: Prompt, fields: Mapping, name: str) -> dict[str, jax.Array]:
+        """Returns nll, hits, first, first5 and tokens, each [b], of the reference answers."""
+        return scores_of(self.wire.answer_logits(params, name, prompt, fields), fields)
 
     def generate(self, params: Tree, prompt: Prompt, name: str, max_new_tokens: int) -> jax.Array:
         """Returns a reader's greedy ids [b n] for its parameters, -1 after the stop."""
@@ -191,20 +191,14 @@ class WireFunctions:
         missing = ((0, 0), (0, max_new_tokens - found.shape[1]))
         return place.rows(np.pad(found, missing, constant_values=-1), self.mesh_of(name))
 
-    @functools.cached_property
-    def _generate(self):
-        def run(params: Tree, prompt: Prompt, name: str, max_new_tokens: int) -> jax.Array:
-            return self.wire.generate(params, name, prompt, max_new_tokens=max_new_tokens)
+    @jitted("name", "max_new_tokens")
+    def _generate(self, params: Tree, prompt: Prompt, name: str, max_new_tokens: int) -> jax.Array:
+        return self.wire.generate(params, name, prompt, max_new_tokens=max_new_tokens)
 
-        return jax.jit(run, static_argnames=("name", "max_new_tokens"))
-
-    @functools.cached_property
-    def _answer(self):
-        def run(params: Tree, prompt: Prompt, fields: Mapping, name: str, max_new_tokens: int) -> tuple:
-            ids, logits = self.wire.answer(params, name, prompt, fields, max_new_tokens=max_new_tokens)
-            return ids, scores_of(logits, fields)
-
-        return jax.jit(run, static_argnames=("name", "max_new_tokens"))
+    @jitted("name", "max_new_tokens")
+    def _answer(self, params: Tree, prompt: Prompt, fields: Mapping, name: str, max_new_tokens: int) -> tuple:
+        ids, logits = self.wire.answer(params, name, prompt, fields, max_new_tokens=max_new_tokens)
+        return ids, scores_of(logits, fields)
 
     def tokens(self, params: Tree, prompt: Prompt, name: str, max_new_tokens: int) -> Iterator[np.ndarray]:
         """Yields the likeliest next ids [b] of all rows, whatever has stopped, by a program for each token."""
@@ -233,43 +227,34 @@ class WireFunctions:
     def _unstacked(self, layers: Tree, name: str) -> tuple[Tree, ...]:
         return _keep(self._separate, name, layers, lambda: jax.jit(decode.unstack_layers)(layers))
 
-    @functools.cached_property
-    def _unstack_memory(self):
-        return jax.jit(decode.unstack_memory)
+    @jitted()
+    def _unstack_memory(self, memory: Tree) -> Tree:
+        return decode.unstack_memory(memory)
 
-    @functools.cached_property
-    def open_cache(self):
-        """Returns jitted (reader's parameters, Prompt, name) -> the cache of what stands before the embeddings."""
-        return jax.jit(lambda params, prompt, name: self.wire.open_cache(params, name, prompt), static_argnames="name")
+    @jitted("name")
+    def open_cache(self, params: Tree, prompt: Prompt, name: str) -> decoder.Cache:
+        """Returns the cache of what stands before a prompt's embeddings."""
+        return self.wire.open_cache(params, name, prompt)
 
-    @functools.cached_property
-    def begin(self):
-        """Returns jitted (reader's parameters, Prompt, name, max_new_tokens) -> likeliest first ids [b], memory."""
+    @jitted("name", "max_new_tokens")
+    def begin(self, params: Tree, prompt: Prompt, name: str, max_new_tokens: int) -> tuple[jax.Array, Tree]:
+        """Returns the likeliest first ids [b], and the memory that `follow` takes."""
+        logits, memory = self.wire.begin(params, name, prompt, max_new_tokens=max_new_tokens)
+        return _likeliest(logits), memory
 
-        def run(params: Tree, prompt: Prompt, name: str, max_new_tokens: int) -> tuple[jax.Array, Tree]:
-            logits, memory = self.wire.begin(params, name, prompt, max_new_tokens=max_new_tokens)
-            return _likeliest(logits), memory
+    @jitted("name", "max_new_tokens")
+    def _begin_with_answer(
+        self, params: Tree, prompt: Prompt, fields: Mapping, name: str, max_new_tokens: int
+    ) -> tuple[jax.Array, dict[str, jax.Array], Tree]:
+        most = max_new_tokens
+        first, memory, logits = self.wire.begin_with_answer(params, name, prompt, fields, max_new_tokens=most)
+        return _likeliest(first), scores_of(logits, fields), memory
 
-        return jax.jit(run, static_argnames=("name", "max_new_tokens"))
-
-    @functools.cached_property
-    def _begin_with_answer(self):
-        def run(params: Tree, prompt: Prompt, fields: Mapping, name: str, max_new_tokens: int) -> tuple:
-            most = max_new_tokens
-            first, memory, logits = self.wire.begin_with_answer(params, name, prompt, fields, max_new_tokens=most)
-            return _likeliest(first), scores_of(logits, fields), memory
-
-        return jax.jit(run, static_argnames=("name", "max_new_tokens"))
-
-    @functools.cached_property
-    def follow(self):
-        """Returns jitted (reader's parameters, ids [b], memory, name) -> likeliest next ids [b], memory."""
-
-        def run(params: Tree, token: jax.Array, memory: Tree, name: str) -> tuple[jax.Array, Tree]:
-            logits, memory = self.wire.follow(params, name, token, memory)
-            return _likeliest(logits), memory
-
-        return jax.jit(run, static_argnames="name", donate_argnums=2)
+    @jitted("name", donate=("memory",))
+    def follow(self, params: Tree, token: jax.Array, memory: Tree, name: str) -> tuple[jax.Array, Tree]:
+        """Returns the likeliest next ids [b], and the memory behind them; that which was given is used up."""
+        logits, memory = self.wire.follow(params, name, token, memory)
+        return _likeliest(logits), memory
 
 
 def _keep(kept: dict[str, tuple[Tree, _T]], name: str, layers: Tree, make: Callable[[], _T]) -> _T:

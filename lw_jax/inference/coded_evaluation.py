@@ -14,7 +14,7 @@ from lw_jax.data.examples import spread
 from lw_jax.evals import cache_rows, swaps
 from lw_jax.evals.comparison import Record
 from lw_jax.evals.control_rows import Measured, follow
-from lw_jax.evals.first_token import fastest
+from lw_jax.evals.first_token import Times, fastest, median_text
 from lw_jax.evals.record_log import RecordLog
 from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.models.wire import Prompt
@@ -62,21 +62,12 @@ def _key(wire: CodedWire, encoded: Encoded) -> str:
     return content_hash([wire.fingerprint, options, examples])
 
 
-@dataclasses.dataclass(frozen=True)
-class Times:
-    """Seconds of one reader and the tokens of the text."""
+def measure_times(wire: CodedWire, measured: Measured, name: str) -> tuple[Times, dict[str, float]]:
+    """Returns a reader's times to the first token, and those to write and to open a message, as `first_token.measure`.
 
-    text: float  # to the first token of an answer, from the text
-    message: float  # the same from a message that was opened
-    write: float  # a text to bytes
-    open: float  # bytes to the numbers, kept keys and biases
-    tokens: int
-
-
-def measure_times(wire: CodedWire, measured: Measured, name: str) -> Times:
-    """Returns a reader's times for the text of median length: the fastest of some runs, after one that compiles."""
-    lengths = [measured.encoded.context_tokens[name]["text"][index] for index in measured.indices]
-    place = int(np.argsort(lengths, kind="stable")[len(lengths) // 2])
+    A message is opened where its bytes are numbers, kept keys and biases again.
+    """
+    place, tokens = median_text(measured, name, "text")
     example, params = measured.examples[place], wire.frozen[name]
     message = wire.write(example.context, readers=(name,))
     section = wire.section(message, name)
@@ -84,13 +75,14 @@ def measure_times(wire: CodedWire, measured: Measured, name: str) -> Times:
     def begin(prompt: Prompt) -> None:
         jax.block_until_ready(wire.functions.begin(params, prompt, name, 1))
 
-    return Times(
-        text=fastest(lambda: begin(wire.text_prompt(example.context, name, example.question))),
-        message=fastest(lambda: begin(wire.prompt([section], [example.question], name))),
-        write=fastest(lambda: wire.write(example.context, readers=(name,))),
-        open=fastest(lambda: wire.section(message, name)),
-        tokens=lengths[place],
-    )
+    first = {
+        "text": fastest(lambda: begin(wire.text_prompt(example.context, name, example.question))),
+        "latents": fastest(lambda: begin(wire.prompt([section], [example.question], name))),
+    }
+    return Times(first, tokens), {
+        "write_seconds": fastest(lambda: wire.write(example.context, readers=(name,))),
+        "open_seconds": fastest(lambda: wire.section(message, name)),
+    }
 
 
 def _rows(named: tuple[str, ...], *, several: bool, say: Callable[[str], None]) -> list[str]:

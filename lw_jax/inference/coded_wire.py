@@ -101,11 +101,11 @@ class CodedWire(Answering):
 
     def describe(self, message: bytes) -> str:
         """Returns the size of each reader's part of a message, in tokens of the text, positions and bytes."""
-        frame, found = cache_codec.read_frame(message), []
+        sections, found = cache_codec.read_frame(message), []
         for name, coding in self.codings.items():
-            if coding.fingerprint in frame.sections:
+            if coding.fingerprint in sections:
                 one = self.section(message, name)
-                tokens, size = len(one.numbers), len(frame.sections[coding.fingerprint])
+                tokens, size = len(one.numbers), len(sections[coding.fingerprint])
                 places = range(len(one.ratios))
                 kept = " or ".join(f"{(one.levels > place).mean(axis=(0, 2)).sum():.1f}" for place in places)
                 found.append(f"{name}: {tokens} tokens in {kept} positions, {size / tokens:.1f} bytes a token")

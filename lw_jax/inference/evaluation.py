@@ -18,7 +18,6 @@ from lw_jax.core.progress import phase
 from lw_jax.data.batches import Encoded, one_context
 from lw_jax.data.examples import spread
 from lw_jax.evals import (
-    ceiling,
     comparison,
     control_rows,
     first_token,
@@ -85,7 +84,11 @@ def _evaluate_latents(wire: TrainedWire) -> Evaluation:
                 curve = dataclasses.replace(curve, text_bytes=curve.text_bytes | {MODEL: coded})
     summary = comparison.summarise(measured.records, seed=cfg.seed)
     readers = comparison.compare(measured.records, seed=cfg.seed)
-    _add_times(wire, bench, measured, summary, readers)
+    if jax.process_count() == 1:
+        with phase("timing the first token of an answer"):
+            times = first_token.measure(bench, measured, rows=cfg.eval.rows, copies=wire.recipe.placement.data)
+        for name, found in times.items():
+            _add_times(found, summary[name], readers[name])
     return Evaluation(
         measured=measured,
         summary=summary,
@@ -114,32 +117,19 @@ def _evaluate_coded(wire: CodedWire, folder: Path | None) -> Evaluation:
         if (size := coded_evaluation.bytes_a_token(measured.records, name)) is not None:
             found["bytes_a_token"] = size
     for name in readers:
-        times = coded_evaluation.measure_times(wire, measured, name)
-        for row, seconds in (("text", times.text), ("latents", times.message)):
-            if row in summary[name]:
-                summary[name][row]["first_token_seconds"] = seconds
-        readers[name] |= {"faster": times.text / times.message, "timed_tokens": times.tokens}
-        readers[name] |= {"write_seconds": times.write, "open_seconds": times.open}
+        times, others = coded_evaluation.measure_times(wire, measured, name)
+        _add_times(times, summary[name], readers[name])
+        readers[name] |= others
     return Evaluation(measured, summary, readers, joint=None, latents={}, slots=[], curve=None)
 
 
-def _add_times(
-    wire: TrainedWire,
-    bench: control_rows.WireSession,
-    measured: control_rows.Measured,
-    summary: dict[str, dict[str, comparison.Row]],
-    readers: dict[str, comparison.Row],
-) -> None:
-    if jax.process_count() > 1:
-        return
-    rows, copies = wire.recipe.cfg.eval.rows, wire.recipe.placement.data
-    with phase("timing the first token of an answer"):
-        found = first_token.measure(bench, measured, rows=rows, copies=copies)
-    for name, times in found.items():
-        for row, seconds in times.seconds.items():
-            summary[name][row]["first_token_seconds"] = seconds
-        text, message = times.seconds.values()
-        readers[name] |= {"faster": text / message, "timed_tokens": times.tokens}
+def _add_times(times: first_token.Times, summary: dict[str, comparison.Row], figures: comparison.Row) -> None:
+    """Adds one reader's times to its rows and to their comparison."""
+    for row, seconds in times.seconds.items():
+        if row in summary:
+            summary[row]["first_token_seconds"] = seconds
+    text, message = times.seconds.values()
+    figures |= {"faster": text / message, "timed_tokens": times.tokens}
 
 
 def measure(
@@ -162,7 +152,7 @@ def measure(
         scored = recipe.surprisal.score([encoded.examples[index].context for index in indices])
         encoded = selection.attach(encoded, indices, scored, layout=recipe.layout)
     if any(eval_rows.ROWS[row].compacted for row in options.rows):
-        encoded = ceiling.attach(encoded, spread(len(encoded), options.examples))
+        encoded = control_rows.attach_ceiling(encoded, spread(len(encoded), options.examples))
     if options.layers == "unstacked":
         _say("answers: layers unstacked (eval.layers)")
     return _fitting(
@@ -265,21 +255,12 @@ def different_inputs(measured: control_rows.Measured) -> list[int]:
 
 
 def _bench(wire: TrainedWire, batch: out_of_memory.HalvingBatch) -> control_rows.WireSession:
-    functions, options = wire.functions, wire.recipe.cfg.eval
-    taught = {}
+    options, taught = wire.recipe.cfg.eval, {}
     if any(eval_rows.ROWS[row].taught for row in options.rows):
         taught = _fitting(
             batch, options, lambda own: taught_text.teach(wire.recipe, wire.frozen, batch=own.batch, say=_say)
         )
-    return control_rows.WireSession(
-        functions,
-        wire.trainable,
-        wire.frozen,
-        decode={name: tokenizer.decode for name, tokenizer in wire.recipe.tokenizers.items()},
-        place=lambda batch, name: place.put_eval(batch, functions.mesh_of(name)),
-        taught=taught,
-        fetch=lambda rows, name: place.local_rows(rows, functions.mesh_of(name)),
-    )
+    return control_rows.WireSession(wire.functions, wire.frozen, wire.recipe.tokenizers, wire.trainable, taught)
 
 
 def _batch(recipe: LatentWire) -> out_of_memory.HalvingBatch:

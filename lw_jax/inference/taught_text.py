@@ -6,7 +6,6 @@ lost.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,11 +56,10 @@ def teach(recipe: LatentWire, frozen: Tree, *, batch: int, say: Callable[[str], 
         batch: most examples at once, a multiple of the data axis.
         say: takes a line about each vector that is trained.
     """
-    encoded = _encode(recipe)
-    vectors = {}
+    encoded, identity, vectors = _encode(recipe), recipe.identity(), {}
     for name in recipe.wire.readers:
         training = _TrainingSet.of(dataclasses.replace(encoded, readers={name: encoded.readers[name]}), recipe)
-        path = sources.cache_root() / "taught" / f"{_identify(recipe, training, name)}.npy"
+        path = sources.cache_root() / "taught" / f"{_identify(recipe, training, name, identity[f'llms/{name}'])}.npy"
         # One process decides, so that all train or none does.
         width = recipe.wire.readers[name].config.width
         kept: list | None = processes.from_first(lambda path=path, width=width: _read(path, width))
@@ -186,11 +184,11 @@ def _order(count: int, steps: int, size: int, *, seed: int) -> np.ndarray:
     return np.concatenate(rounds)[:total].reshape(steps, size)
 
 
-def _identify(recipe: LatentWire, training: _TrainingSet, name: str) -> str:
+def _identify(recipe: LatentWire, training: _TrainingSet, name: str, fingerprint: str) -> str:
     cfg = recipe.cfg
     content = {
         "format": FORMAT,
-        "reader": _fingerprints(recipe)[f"llms/{name}"],
+        "reader": fingerprint,
         "stored": cfg.llms[name].weights,
         "arithmetic": precision.resolve(cfg.compute.dtype, recipe.placement.platform),
         "optim": dataclasses.asdict(OPTIM),
@@ -199,11 +197,6 @@ def _identify(recipe: LatentWire, training: _TrainingSet, name: str) -> str:
         "examples": training.stream.digest(),
     }
     return content_hash(content, size=12)
-
-
-@functools.lru_cache(maxsize=1)
-def _fingerprints(recipe: LatentWire) -> dict[str, str]:
-    return recipe.identity()
 
 
 def _read(path: Path, width: int) -> list | None:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.models import decoder
 from lw_jax.models.attention import attention
@@ -61,20 +60,12 @@ def forward(
     mix: Float[Array, " n"] | None,
     mode: decoder.Mode = decoder.Mode(),  # noqa: B008  (frozen)
 ) -> Float[Array, "b s d"]:
-    """Returns the body's states, mixed over its layers; rows are right-padded.
+    """Returns the body's states, mixed over its layers; rows are right-padded, no longer than its positions.
 
     `mix` (layers + 1 weights, with a softmax by the caller) weighs, summed in fp32, the RMS-normalised output of the
     embeddings and of each layer. With None the last layer's output is returned.
-
-    Raises:
-        UserError: rows are longer than the body's learned positions.
     """
     length = ids.shape[1]
-    if length > cfg.max_positions:
-        raise UserError(
-            f"config.encoder.window: texts of {length} tokens, but the body has learned {cfg.max_positions} "
-            f"positions; set encoder.window to at most {cfg.max_positions} and use more of encoder.windows"
-        )
     x = jnp.take(params["embed"], ids, axis=0) + params["type_embed"][:1][None]
     x = x + params["position_embed"][:length][None]
     x = decoder.layer_norm(x, params["embed_norm"], params["embed_norm_bias"], cfg.norm_eps)

@@ -133,7 +133,6 @@ def fit_code(
     width: int,
     *,
     weights: Float[Array, "2 l"] | None = None,
-    seed: int = 0,
 ) -> Code:
     """Returns the code of `width` numbers a token that explains most of the states that three sweeps find.
 
@@ -145,7 +144,6 @@ def fit_code(
         shape: layers, heads of keys and their size.
         width: at most as many numbers as a token's states have.
         weights: of each layer's keys, and of its values.
-        seed: of the directions to begin with.
     """
     layers, heads, size = shape
     count = 2 * layers * heads * size
@@ -155,15 +153,13 @@ def fit_code(
         scale = jnp.where(spread > 0, spread, 1.0) * (2 * layers) ** 0.5
         if weights is not None:
             scale = scale / jnp.maximum(weights, LEAST_WEIGHT * weights.max())
-    return fit_basis(chunks, mean.reshape(2, *shape), scale, width, seed=seed)
+    return fit_basis(chunks, mean.reshape(2, *shape), scale, width)
 
 
-def fit_basis(
-    chunks: Chunks, mean: Float[Array, "2 l k e"], scale: Float[Array, "2 l"], width: int, *, seed: int = 0
-) -> Code:
+def fit_basis(chunks: Chunks, mean: Float[Array, "2 l k e"], scale: Float[Array, "2 l"], width: int) -> Code:
     """Returns the code of this mean and scale whose `width` numbers explain most of the states of two sweeps."""
     with jax.default_matmul_precision("highest"):
-        found = jax.random.normal(jax.random.key(seed), (mean.size, min(width + MORE, mean.size)))
+        found = jax.random.normal(jax.random.key(0), (mean.size, min(width + MORE, mean.size)))
         for _ in range(2):
             basis = jnp.linalg.qr(found)[0]
             found = jnp.zeros_like(basis)

@@ -32,6 +32,7 @@ MOST_NUMBERS = 2**27  # of a section: 256 MiB of integers; few bytes may stand f
 LARGEST = 2**15 - 1  # integer that a message can say
 BIAS = 0.25  # step of a bias, the log of a factor of a key's share
 BIASES = (-12, 18)  # first and last level: factors of 0.05 and 100
+STEP_TOLERANCE = 0.003  # of `find_step`
 _PARTS = 2**16  # denominator of shares and decays
 _WHOLE = 2**24  # of the coder's tables
 _LONGEST = 1023  # integer of a table
@@ -74,13 +75,6 @@ class Section(NamedTuple):
         return self.levels > self.ratios.index(ratio)
 
 
-class Frame(NamedTuple):
-    """A message whose sections are still packed."""
-
-    writer: str  # 16 hex digits
-    sections: dict[str, bytes]  # by the fingerprint of the reader's code
-
-
 def fit_statistics(numbers: Int[np.ndarray, "n w"], step: float) -> Statistics:
     """Returns the statistics of integers of many tokens."""
     sizes = np.abs(np.asarray(numbers, np.int32))
@@ -88,7 +82,8 @@ def fit_statistics(numbers: Int[np.ndarray, "n w"], step: float) -> Statistics:
     beyond = sizes.sum(axis=0, dtype=np.int64) - others
     zero = (seen - others + 0.5) / (seen + 1.0)
     decay = (beyond + 0.3) / (beyond + others + 1.0)
-    return Statistics(float(np.float32(step)), *(_fractions(one) for one in (zero, decay)))
+    parts = (np.clip(np.rint(shares * _PARTS), 1, _PARTS - 1).astype(np.uint16) for shares in (zero, decay))
+    return Statistics(float(np.float32(step)), *parts)
 
 
 def bits(statistics: Statistics, numbers: Int[np.ndarray, "n w"]) -> float:
@@ -124,7 +119,6 @@ def find_step(
     bytes_a_token: float,
     *,
     between: tuple[float, float] = (1e-4, 1.0),
-    tolerance: float = 0.003,
 ) -> Statistics:
     """Returns the statistics of the integers of some texts at the least step at which they take the bytes.
 
@@ -133,7 +127,7 @@ def find_step(
     """
     low, high = between
     step, found = high, None
-    while found is None or high > (1 + tolerance) * low:
+    while found is None or high > (1 + STEP_TOLERANCE) * low:
         numbers = integers(step)
         statistics = fit_statistics(numbers, step)
         if bits(statistics, numbers) <= 8 * bytes_a_token * len(numbers):
@@ -167,11 +161,10 @@ def pack(sections: Sequence[tuple[Coding, Section]], *, writer: str) -> bytes:
     return _FRAME.pack(*head, zlib.crc32(_FRAME.pack(*head, 0) + body)) + body
 
 
-def read_frame(message: bytes, *, writer: str = "") -> Frame:
-    """Returns the sections of a complete, undamaged message.
+def read_frame(message: bytes) -> dict[str, bytes]:
+    """Returns the packed sections of a complete, undamaged message by the fingerprints of their readers' codes.
 
-    Raises UserError for other bytes, another version, a message that is cut, followed by more or damaged, and, where
-    `writer` is given, for a message of another one.
+    Raises UserError for other bytes, another version, and a message that is cut, followed by more or damaged.
     """
     if message[:4] != MAGIC or len(message) < 5:
         raise UserError(f"not a cache message: {len(message)} bytes that do not begin with {MAGIC!r} and a version")
@@ -181,7 +174,7 @@ def read_frame(message: bytes, *, writer: str = "") -> Frame:
     start = _FRAME.size + _ENTRY.size * count
     if len(message) < start:
         raise UserError(f"message cut short: {len(message)} bytes, its frame alone has {start}; send it again")
-    _, _, _, found, crc = _FRAME.unpack_from(message)
+    *_, crc = _FRAME.unpack_from(message)
     entries = [_ENTRY.unpack_from(message, _FRAME.size + i * _ENTRY.size) for i in range(count)]
     ends = list(itertools.accumulate((size for _, size in entries), initial=start))
     if len(message) < ends[-1]:
@@ -190,21 +183,19 @@ def read_frame(message: bytes, *, writer: str = "") -> Frame:
         raise UserError(f"message of {ends[-1]} bytes and {len(message) - ends[-1]} more after it: send it alone")
     if zlib.crc32(message[: _FRAME.size - 4] + bytes(4) + message[_FRAME.size :]) != crc:
         raise UserError("damaged message: its checksum does not match; send it again")
-    if writer not in ("", found.hex()):
-        raise UserError(f"message of writer {found.hex()}, this wire has {writer}: read it with the wire that wrote it")
     parts = (message[a:b] for a, b in itertools.pairwise(ends))
-    return Frame(found.hex(), {name.hex(): part for (name, _), part in zip(entries, parts, strict=True)})
+    return {name.hex(): part for (name, _), part in zip(entries, parts, strict=True)}
 
 
-def unpack(message: bytes, coding: Coding, *, writer: str = "") -> Section:
+def unpack(message: bytes, coding: Coding) -> Section:
     """Returns a reader's section; raises UserError as `read_frame` does, and for a section that is absent or wrong."""
-    frame = read_frame(message, writer=writer)
-    if coding.fingerprint not in frame.sections:
+    sections = read_frame(message)
+    if coding.fingerprint not in sections:
         raise UserError(
-            f"message for readers with codes {', '.join(frame.sections) or 'of no kind'}, this one has "
+            f"message for readers with codes {', '.join(sections) or 'of no kind'}, this one has "
             f"{coding.fingerprint}: write its text for this reader"
         )
-    return _unpack_section(coding, frame.sections[coding.fingerprint])
+    return _unpack_section(coding, sections[coding.fingerprint])
 
 
 def _pack_section(coding: Coding, section: Section) -> bytes:
@@ -311,10 +302,6 @@ def _digits(what: str, digits: str) -> bytes:
     if len(found) != 8:
         raise UserError(f"{what} {digits!r}: 16 hex digits are needed")
     return found
-
-
-def _fractions(shares: Float[np.ndarray, " w"]) -> UInt[np.ndarray, " w"]:
-    return np.clip(np.rint(shares * _PARTS), 1, _PARTS - 1).astype(np.uint16)
 
 
 def _pairs(statistics: Statistics) -> Iterator[tuple[int, int]]:

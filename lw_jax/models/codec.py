@@ -99,7 +99,11 @@ def read_frame(message: bytes, *, encoder: str = "") -> Frame:
     if width > WIDEST or slots * width > MOST_VALUES:
         rule = f"at most {WIDEST} values a slot and {MOST_VALUES} in all are read: damaged or foreign; write it anew"
         raise UserError(f"message of {slots} slots x {width} values, {rule}")
-    _check_length(message, framed_bytes(slots, width, bits), f"{slots} slots x {width} values of {bits} bits")
+    expected, parts = framed_bytes(slots, width, bits), f"{slots} slots x {width} values of {bits} bits"
+    if expected == _FRAME.size or len(message) < expected:
+        raise UserError(f"message cut short: {len(message)} bytes, {parts} make {expected}; send it again")
+    if len(message) > expected:
+        raise UserError(f"message of {expected} bytes and {len(message) - expected} more after it: send it alone")
     if zlib.crc32(message[: _FRAME.size - 4] + bytes(4) + message[_FRAME.size :]) != crc:
         raise UserError("damaged message: its checksum does not match; send it again")
     if encoder not in ("", writer.hex()):
@@ -219,13 +223,6 @@ def _hadamard(width: int) -> np.ndarray:
             total[start : start + size, start : start + size] = block / math.sqrt(size)
             start += size
     return total
-
-
-def _check_length(message: bytes, expected: int, parts: str) -> None:
-    if expected == _FRAME.size or len(message) < expected:
-        raise UserError(f"message cut short: {len(message)} bytes, {parts} make {expected}; send it again")
-    if len(message) > expected:
-        raise UserError(f"message of {expected} bytes and {len(message) - expected} more after it: send it alone")
 
 
 def _check_values(values: np.ndarray, bits: int) -> None:

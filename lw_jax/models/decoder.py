@@ -9,7 +9,6 @@ against.
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -285,12 +284,12 @@ def extend(  # noqa: PLR0913  (as `forward`)
     """Runs the body over embeddings that continue a cache; returns them after the final norm, and the cache with them.
 
     `mask` as in `forward`. A LongRope model must not pass the length where the frequencies change (`decode` processes
-    the whole text again there). The layers may be arrays of their own (`decode.unstack_layers`).
+    the whole text again there). The layers may be arrays of their own (`decode.unstack_layers`); the cache is then too.
     """
     past, cache = _find_cached(mask, cache)
     layer = _checkpointed(cfg, _share(cfg, mask, past, mode), mode)
     if isinstance(params["layers"], tuple):
-        x, kv = _run_apart(cfg, layer, params["layers"], cache, x, mode)
+        x, kv = _run_apart(layer, params["layers"], cache, x, mode)
     else:
         # The cache is carried, so that a layer writes its new tokens in place.
         def body(carry, inputs):
@@ -309,22 +308,17 @@ def _checkpointed(cfg: DecoderConfig, shared: "_Shared", mode: Mode) -> Callable
 
 
 def _run_apart(
-    cfg: DecoderConfig, layer: Callable, layers: Tree, cache: Cache, x: jax.Array, mode: Mode
+    layer: Callable, layers: tuple[Tree, ...], cache: Cache, x: jax.Array, mode: Mode
 ) -> tuple[jax.Array, tuple]:
-    """Returns the output of layer after layer, each of shapes of its own, and the keys and values of the cache."""
-    k, v, written, stacked = cache.k, cache.v, [], isinstance(cache.k, jax.Array)
-    for number in range(cfg.layers):
-        weights = layers[number] if isinstance(layers, tuple) else jax.tree.map(operator.itemgetter(number), layers)
-        if isinstance(k, jax.Array) and isinstance(v, jax.Array):
-            own = _LayerCache(k, v, jnp.int32(number))
-        else:
-            own = _LayerCache(k[number], v[number])
+    """Returns the output of layer after layer, arrays of their own, and the keys and values of the cache."""
+    written = []
+    for number, weights in enumerate(layers):
         bias = None if cache.bias is None else cache.bias[number]
         packed = None if cache.packed is None else cache.packed.of_layer(jnp.int32(number))
+        own = _LayerCache(cache.k[number], cache.v[number])
         x, pair = layer(mode.constrain(x), weights, own, bias, packed)
-        k, v = pair if stacked else (k, v)
         written.append(pair)
-    return x, (k, v) if stacked else tuple(zip(*written, strict=True))
+    return x, tuple(zip(*written, strict=True))
 
 
 def _forward_joined(

@@ -229,36 +229,18 @@ def read_lm(  # noqa: PLR0913
     `body` is as `keep_body` leaves it, `mode` says whether the causal mask is on.
     """
     x = decoder.embed(body, ids)
+    body = body | {"norm": jnp.ones((cfg.width,), x.dtype)}  # of `hidden`, which is not used here
     if taps:
         layers = tapped_layers(taps, cfg.layers)
-        return side_by_side(tapped_states(body, cfg, x, mask=mask, taps=layers, mode=mode), cfg)
-    body = body | {"norm": jnp.ones((cfg.width,), x.dtype)}  # of `hidden`, which is not used here
+        count = max(layers) + 1  # no layer behind the last of them is computed
+        cfg = dataclasses.replace(cfg, layers=count)
+        body = body | {"layers": jax.tree.map(lambda leaf: leaf[:count], body["layers"])}
+        states = decoder.forward(body, cfg, x, mask=mask, taps=layers, mode=mode).states
+        assert states is not None, "forward returns the requested states"
+        return side_by_side(states, cfg)
     out = decoder.forward(body, cfg, x, mask=mask, mix=mix, mode=mode)
     assert out.mixed is not None, "forward returns the requested mix"
     return out.mixed
-
-
-def up_to(cfg: decoder.DecoderConfig, taps: tuple[int, ...]) -> decoder.DecoderConfig:
-    """Returns the decoder that ends behind the last of these layers."""
-    return dataclasses.replace(cfg, layers=max(taps) + 1)
-
-
-def tapped_states(
-    params: Tree,
-    cfg: decoder.DecoderConfig,
-    x: Float[Array, "b t d"],
-    *,
-    mask: Bool[Array, "b t"],
-    taps: tuple[int, ...],
-    mode: decoder.Mode,
-) -> Float[Array, "n b t d"]:
-    """Returns `decoder.forward`'s states before these layers alone: no layer behind the last of them is computed."""
-    own = up_to(cfg, taps)
-    layers = jax.tree.map(lambda leaf: leaf[: own.layers], params["layers"])
-    params = params | {"layers": layers, "norm": jnp.ones((cfg.width,), x.dtype)}  # of `hidden`, which is not used
-    states = decoder.forward(params, own, x, mask=mask, taps=taps, mode=mode).states
-    assert states is not None, "forward returns the requested states"
-    return states
 
 
 def side_by_side(states: Float[Array, "n b s d"], cfg: decoder.DecoderConfig) -> Float[Array, "b s nd"]:

@@ -174,10 +174,7 @@ def of_cache(cfg: DecoderConfig, cache: Cache, *, mask: Bool[Array, "b t"], star
     assert isinstance(cache.k, jax.Array) and isinstance(cache.v, jax.Array), "given stacked"
     decoder.check_length(cfg, cache.valid.shape[1])
     seen = cache.valid[:, :start].sum(axis=1, keepdims=True, dtype=jnp.int32)
-    positions = jnp.maximum(seen + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
-    cos, sin = rotary.angles(
-        positions, size=cfg.rotated or cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling
-    )
+    cos, sin = decoder.prefix_angles(cfg, mask, seen=seen)
     power = cos * cos + sin * sin  # 1 but for LongRope's gain
     stop = start + mask.shape[1]
     keys = jax.vmap(lambda k: rotary.rotate(k, cos / power, -sin / power))(cache.k[:, :, start:stop])

@@ -56,17 +56,14 @@ def match(targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
             pattern = re.compile(target)
         except re.error as error:
             raise UserError(f"config.lora.targets: {target!r} is no regular expression: {error}") from error
-        names = [name for name, module in MODULES.items() if pattern.fullmatch(module) or _last(pattern, module)]
+        last = {name: module.split(".")[1] for name, module in MODULES.items()}
+        names = [name for name, module in MODULES.items() if pattern.fullmatch(module) or pattern.fullmatch(last[name])]
         if not names:
-            known = [module.split(".")[1] for module in MODULES.values()]
+            known = list(last.values())
             hint = f"{suggest(target, known)} Fused matrices (qkv_proj, gate_up_proj) are split at loading"
             raise UserError(f"config.lora.targets: {target!r} matches no matrix; known are {', '.join(known)}.{hint}.")
         found[target] = tuple(names)
     return found
-
-
-def _last(pattern: re.Pattern[str], module: str) -> bool:
-    return pattern.fullmatch(module.split(".")[1]) is not None
 
 
 def everywhere(rank: int) -> Lora:
@@ -133,7 +130,8 @@ def merge(params: Tree, pairs: Tree, lora: Lora) -> Tree:
     layers = dict(params["layers"])
     for name, pair in pairs["layers"].items():
         matrix = layers[name]
-        a, b = (pair[part].reshape(_matrix_shape(part, pair[part].shape)) for part in ("a", "b"))
+        a = pair["a"].reshape(*pair["a"].shape[:2], -1)  # [l r in]
+        b = pair["b"].reshape(len(pair["b"]), -1, lora.rank)  # [l out r]
         update = jnp.einsum("lor,lri->loi", b, a, precision="highest").reshape(matrix.shape) * lora.scale
         layers[name] = (matrix.astype(jnp.float32) + update).astype(matrix.dtype)
     return params | {"layers": layers}
@@ -145,10 +143,3 @@ def unpack(params: Tree, cfg: DecoderConfig, dtype: jax.typing.DTypeLike) -> Tre
         if isinstance(layers[name], dict):
             layers[name] = quant.restore(layers[name], dtype).reshape(shapes[name].shape)
     return params | {"layers": layers}
-
-
-def _matrix_shape(part: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Returns [l r in] of an `a`, [l out r] of a `b`."""
-    if part == "a":
-        return shape[0], shape[1], math.prod(shape[2:])
-    return shape[0], math.prod(shape[1:-1]), shape[-1]

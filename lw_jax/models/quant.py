@@ -92,7 +92,8 @@ def pack(matrix: jax.Array, kind: str) -> Tree:
     unit = blocks / jnp.where(scale > 0, scale, 1).astype(jnp.float32)[..., None]
     # The nearest level is found by counting the midpoints below: fifteen comparisons, an eighth of an argmin's time.
     codes = jnp.zeros(unit.shape, jnp.uint8)
-    for midpoint in _midpoints():
+    levels = np.array(LEVELS, np.float32)
+    for midpoint in (levels[1:] + levels[:-1]) / np.float32(2):
         codes = codes + (unit > midpoint).astype(jnp.uint8)
     codes = codes.reshape(matrix.shape)
     return {"codes": codes[..., 0::2] | (codes[..., 1::2] << 4), "scale": scale}
@@ -105,11 +106,6 @@ def _round_rows(wide: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array
     scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / jnp.float32(most)
     unit = wide / jnp.where(scale > 0, scale, 1.0)
     return (jnp.round(unit) if whole else unit).astype(dtype), scale
-
-
-def _midpoints() -> np.ndarray:
-    levels = np.array(LEVELS, np.float32)
-    return (levels[1:] + levels[:-1]) / np.float32(2)
 
 
 def restore(packed: Tree, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 
@@ -42,14 +41,11 @@ def angles(
         # By a row's real tokens, as transformers chooses for a single row. Past the switch a cache of the short
         # frequencies is invalid: `decode.generate` processes the text again there, as transformers does.
         long = jnp.max(positions, axis=1, keepdims=True) >= scaling.original_max_positions
-        frequency = frequency / jnp.where(long, *(jnp.array(x)[None, :] for x in _divisors(scaling)))
+        divisors = (jnp.array(x, jnp.float32)[None, :] for x in (scaling.long, scaling.short))
+        frequency = frequency / jnp.where(long, *divisors)
         gain = scaling.gain
     angle = positions[:, :, None, None].astype(jnp.float32) * frequency[:, None, None, :]
     return jnp.cos(angle) * gain, jnp.sin(angle) * gain
-
-
-def _divisors(scaling: LongRope) -> tuple[np.ndarray, np.ndarray]:
-    return np.array(scaling.long, np.float32), np.array(scaling.short, np.float32)
 
 
 def _llama3_frequencies(frequency: jax.Array, scaling: Llama3Scaling) -> jax.Array:

@@ -36,13 +36,6 @@ class EncoderSpec:
     taps: int = 0  # layers of the body whose states stand side by side; 0: a mix over all
     causal: bool = False  # the body keeps its causal mask
 
-    @property
-    def computed(self) -> decoder.DecoderConfig | bert.BertConfig | None:
-        """The body as far as it is computed: to the last layer whose states are taken."""
-        if not self.taps or not isinstance(self.body, decoder.DecoderConfig):
-            return self.body
-        return encoder.up_to(self.body, encoder.tapped_layers(self.taps, self.body.layers))
-
     def head(self) -> Pure[encoder.Head]:
         body_width, states = (self.body.width, self.body.layers + 1) if self.body else (self.width, 0)
         vocab = self.body.vocab if self.body else encoder.BYTE_VOCABULARY

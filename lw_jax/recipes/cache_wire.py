@@ -65,17 +65,9 @@ class CacheWire(WireReaders):
         """Returns each reader's code on its mesh."""
         return {name: place.replicate(trainable["codes"][name], at.mesh) for name, at in self.placement.readers.items()}
 
-    def bench(self, codes: dict[str, Tree], frozen: Tree, functions: CacheFunctions) -> cache_rows.CacheBench:
+    def bench(self, codes: dict[str, Tree], frozen: Tree, functions: CacheFunctions) -> cache_rows.CacheSession:
         """Returns what evaluation rows are measured with."""
-        return cache_rows.CacheBench(
-            functions,
-            codes,
-            frozen,
-            ratio=self.cfg.encoder.ratio,
-            decode={name: tokenizer.decode for name, tokenizer in self.tokenizers.items()},
-            place=lambda batch, name: place.put_eval(batch, functions.mesh_of(name)),
-            fetch=lambda rows, name: place.local_rows(rows, functions.mesh_of(name)),
-        )
+        return cache_rows.CacheSession(functions, frozen, self.tokenizers, codes, self.cfg.encoder.ratio)
 
     # --- data
 

@@ -14,6 +14,7 @@ from lw_jax.core.types import Tree
 from lw_jax.data.batches import Batch, Encoded
 from lw_jax.data.frozen_cache import CachedRows, Store, key_of
 from lw_jax.data.preferences import Pair, Preferences
+from lw_jax.evals.wire_functions import jitted
 from lw_jax.hub import sources
 from lw_jax.models import wire
 from sharding import place
@@ -87,17 +88,13 @@ class Teacher:
         missing = ((0, 0), (0, self.cfg.data.answer_tokens - ids.shape[1]), (0, 0))
         return {"ids": np.pad(ids, missing), "logp": np.pad(logp, missing)}
 
-    @functools.cached_property
-    def _likeliest(self):
-        """Returns the program of ids i32 and log-probabilities f32 [b t k] of a reader's likeliest tokens."""
-
-        def run(params: Tree, fields: Mapping, name: str) -> tuple[jax.Array, jax.Array]:
-            text = wire.text_prompt(params, fields["text"])
-            logits = self.wire.answer_logits(params, name, text, fields)
-            values, ids = jax.lax.top_k(jax.nn.log_softmax(logits.astype(jnp.float32), axis=2), self._count(name))
-            return ids, values
-
-        return jax.jit(run, static_argnames="name")
+    @jitted("name")
+    def _likeliest(self, params: Tree, fields: Mapping, name: str) -> tuple[jax.Array, jax.Array]:
+        """Returns ids i32 and log-probabilities f32 [b t k] of a reader's likeliest tokens."""
+        text = wire.text_prompt(params, fields["text"])
+        logits = self.wire.answer_logits(params, name, text, fields)
+        values, ids = jax.lax.top_k(jax.nn.log_softmax(logits.astype(jnp.float32), axis=2), self._count(name))
+        return ids, values
 
 
 def keys_of(encoded: Encoded, name: str) -> list[bytes]:

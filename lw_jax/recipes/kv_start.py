@@ -77,7 +77,7 @@ def start(
     found = {}
     for name, reader in wire.readers.items():
         params, mesh = trainable["adapters"][name], placement.readers[name].mesh
-        sums = _Gatherer(reader, mesh, frozen[name], layout, name)(chosen, latents)
+        sums = _add_up(reader, mesh, frozen[name], layout, name, (chosen, latents))
         if not aligned:
             found[name] = calibrate(reader.kv_adapter(wire.encoder.width), params, sums)
             continue
@@ -141,65 +141,56 @@ def _batches(count: int, rows: int) -> list[np.ndarray]:
     return [np.minimum(np.arange(first, first + rows), count - 1) for first in range(0, count, rows)]
 
 
-class _Gatherer:
-    """The sums of one reader."""
+def _add_up(
+    reader: Reader,
+    mesh: Mesh,
+    params: Tree,
+    layout: prompt_tokens.Layout,
+    name: str,
+    given: tuple[Sequence[_Text], np.ndarray],
+) -> Sums:
+    """Returns a reader's sums over the windows of texts with latents f32 [n m z]."""
+    (texts, latents), config, tokenizer = given, reader.config, layout.readers[name].tokenizer
+    assert isinstance(tokenizer, Tokenizer), "a reader's"
+    before = prompt_tokens.shared_prefix(name, layout.readers[name], layout.prompt)[None]
+    limit = config.max_positions - before.size
+    ids = [one[:limit] for one in prompt_tokens.tokenize(tokenizer, [one.text for one in texts])]
+    field = batches.field(ids, tokenizer.pad, left=False)
+    slots = layout.count_slots([one.ids for one in texts]).tolist()
+    weights = np.zeros((len(texts), layout.slots, field.width), np.float32)
+    for own, one, count, windows in zip(weights, texts, map(len, ids), slots, strict=True):
+        starts = tokenizer.starts(one.text)[:count]
+        # Without the encoder's tokens the windows are of as many of the reader's own.
+        places = window_starts(starts if one.starts is None else one.starts, windows)
+        own[:windows, :count] = window_weights(starts, places)
+    if not before.size:
+        weights[:, :, 0] = 0.0  # a text's first token, to which a reader attends for want of anything else
+    weights /= np.maximum(weights.sum(axis=2, keepdims=True), 1.0)
+    held = np.arange(len(texts)) % HELD_OUT == HELD_OUT - 1
+    used = np.any(weights, axis=2)[:, :, None] * np.stack([~held, held], axis=1)[:, None, :].astype(np.float32)
+    inputs = np.concatenate([latents, np.ones((*latents.shape[:2], 1), np.float32)], axis=2)
 
-    def __init__(self, reader: Reader, mesh: Mesh, params: Tree, layout: prompt_tokens.Layout, name: str):
-        self.reader, self.mesh, self.params, self.layout, self.name = reader, mesh, params, layout, name
-        own = layout.readers[name].tokenizer
-        assert isinstance(own, Tokenizer), "a reader's"
-        self.tokenizer = own
-        self.before = prompt_tokens.shared_prefix(name, layout.readers[name], layout.prompt)[None]
-
-    def __call__(self, texts: Sequence[_Text], latents: np.ndarray) -> Sums:
-        """Returns the sums over the windows of texts with these latents f32 [n m z]."""
-        limit = self.reader.config.max_positions - self.before.size
-        ids = [one[:limit] for one in prompt_tokens.tokenize(self.tokenizer, [one.text for one in texts])]
-        field = batches.field(ids, self.tokenizer.pad, left=False)
-        slots = self.layout.count_slots([one.ids for one in texts]).tolist()
-        weights = np.stack([self._weigh(*one, field.width) for one in zip(texts, map(len, ids), slots, strict=True)])
-        held = np.arange(len(texts)) % HELD_OUT == HELD_OUT - 1
-        used = np.any(weights, axis=2)[:, :, None] * np.stack([~held, held], axis=1)[:, None, :].astype(np.float32)
-        inputs = np.concatenate([latents, np.ones((*latents.shape[:2], 1), np.float32)], axis=2)
-
-        mesh = self.mesh
-        run = jax.jit(functools.partial(_sum, self.reader), out_shardings=place.whole(mesh))
-        shared = place.replicate((self.before, np.ones_like(self.before, bool)), mesh) if self.before.size else None
-        config = self.reader.config
-        zeros = np.zeros((config.layers, 2, config.kv_heads, config.head_dim), np.float32)
-        shift, total = place.replicate(zeros, mesh), None
-        batched = _batches(len(texts), place.round_up(ROWS, mesh.shape["data"]))
-        with phase(
-            f"initialising {self.name}'s adapter from its keys and values of texts", len(batched), "batches"
-        ) as done:
-            for chosen in done.track(batched):
-                real = np.append(True, np.diff(chosen) > 0)[:, None, None]
-                batch = field.collate(chosen.tolist()) | {"weights": weights[chosen], "used": used[chosen] * real}
-                batch = place.rows(batch | {"inputs": inputs[chosen]}, mesh)
-                if total is None:  # sums of squares around a mean are exact where those around 0 are not
-                    crossed, _ = run(self.params, shared, batch, shift)
-                    shift = crossed[:, -1].sum(axis=0) / np.float32((used[chosen] * real).sum())
-                one = run(self.params, shared, batch, shift)
-                # Waits: of many queued programs the virtual devices of a CPU may not all reach the same sum.
-                total = jax.block_until_ready(one if total is None else jax.tree.map(jnp.add, total, one))
-        assert total is not None, "a run has texts"
-        crossed, power = (np.asarray(x, np.float64) for x in total)
-        wide = inputs.astype(np.float64)
-        gram = np.stack([np.einsum("nmz,nmy->zy", wide * used[:, :, g, None], wide) for g in range(2)])
-        return Sums(gram, crossed, power, np.asarray(shift, np.float64))
-
-    def _weigh(self, one: _Text, count: int, slots: int, width: int) -> np.ndarray:
-        """Returns rows [m width] that average the reader's first `count` tokens over the windows of `slots` slots.
-
-        The rows beyond are zero. Without the encoder's tokens the windows are of as many of the reader's own.
-        """
-        starts = self.tokenizer.starts(one.text)[:count]
-        windows = window_starts(starts if one.starts is None else one.starts, slots)
-        weights = np.zeros((self.layout.slots, width), np.float32)
-        weights[:slots, :count] = window_weights(starts, windows)
-        if not self.before.size:
-            weights[:, 0] = 0.0  # a text's first token, to which a reader attends for want of anything else
-        return weights / np.maximum(weights.sum(axis=1, keepdims=True), 1.0)
+    run = jax.jit(functools.partial(_sum, reader), out_shardings=place.whole(mesh))
+    shared = place.replicate((before, np.ones_like(before, bool)), mesh) if before.size else None
+    zeros = np.zeros((config.layers, 2, config.kv_heads, config.head_dim), np.float32)
+    shift, total = place.replicate(zeros, mesh), None
+    batched = _batches(len(texts), place.round_up(ROWS, mesh.shape["data"]))
+    with phase(f"initialising {name}'s adapter from its keys and values of texts", len(batched), "batches") as done:
+        for chosen in done.track(batched):
+            real = np.append(True, np.diff(chosen) > 0)[:, None, None]
+            batch = field.collate(chosen.tolist()) | {"weights": weights[chosen], "used": used[chosen] * real}
+            batch = place.rows(batch | {"inputs": inputs[chosen]}, mesh)
+            if total is None:  # sums of squares around a mean are exact where those around 0 are not
+                crossed, _ = run(params, shared, batch, shift)
+                shift = crossed[:, -1].sum(axis=0) / np.float32((used[chosen] * real).sum())
+            one = run(params, shared, batch, shift)
+            # Waits: of many queued programs the virtual devices of a CPU may not all reach the same sum.
+            total = jax.block_until_ready(one if total is None else jax.tree.map(jnp.add, total, one))
+    assert total is not None, "a run has texts"
+    crossed, power = (np.asarray(x, np.float64) for x in total)
+    wide = inputs.astype(np.float64)
+    gram = np.stack([np.einsum("nmz,nmy->zy", wide * used[:, :, g, None], wide) for g in range(2)])
+    return Sums(gram, crossed, power, np.asarray(shift, np.float64))
 
 
 def window_starts(starts: Sequence[int], windows: int) -> np.ndarray:

@@ -18,10 +18,10 @@ from lw_jax.data import batches, examples, prompt_tokens, tokens
 from lw_jax.data.tokens import BertTokenizer, ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
 from lw_jax.hub import architectures, weights
 from lw_jax.losses import objectives
-from lw_jax.models import adapter, codec, lora, wire
+from lw_jax.models import adapter, alignment, codec, lora, wire
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
-from lw_jax.recipes import aligned_start, frozen_models, join, kv_start, states_start, wire_shapes
+from lw_jax.recipes import frozen_models, join, kv_start, states_start, wire_shapes
 from lw_jax.recipes.curriculum import Curriculum, encoder_rates
 from lw_jax.recipes.frozen_outputs import Teacher
 from lw_jax.recipes.surprisal import Surprisal
@@ -30,6 +30,8 @@ from lw_jax.training.optimizers import Rates
 from lw_jax.training.recipe import Weights
 from sharding import place, placement, rules, tables
 from sharding.placement import Placement
+
+PIECES = 4  # ids of a token string in another vocabulary, whose embeddings an aligned start averages
 
 
 class LatentWire(WireReaders):
@@ -167,10 +169,14 @@ class LatentWire(WireReaders):
         return trainable | {"encoder": states_start.start(*given)}
 
     def _align_encoder(self, trainable: Tree, frozen: Tree) -> Tree:
-        params, table = trainable["encoder"], _embedding(trainable, frozen)
+        """Returns the tree with the principal directions of the body's table as projection, the embeddings as mix."""
+        encoder, table = trainable["encoder"], _embedding(trainable, frozen)
         with phase("initialising the encoder's projection from its body's embeddings"):
-            found = aligned_start.align_encoder(params, table, self.wire.encoder.width)
-            return trainable | {"encoder": jax.block_until_ready(found)}
+            head, find = encoder["head"], jax.jit(alignment.principal_directions, static_argnames="width")
+            directions, project = find(table, self.wire.encoder.width), jax.tree.map(jnp.zeros_like, head["project"])
+            project["kernel"] = project["kernel"].at[:, : directions.shape[1]].set(directions)
+            head = head | {"project": project, "mix": alignment.mix_logits(head["mix"].shape[0])}
+            return trainable | {"encoder": jax.block_until_ready(encoder | {"head": head})}
 
     def _start_kv(self, trainable: Tree, readers: Tree) -> Tree:
         """Returns the tree with adapters that begin at their readers' own keys and values of training texts."""
@@ -185,16 +191,19 @@ class LatentWire(WireReaders):
         return [found[index] for index in examples.spread(len(found), kv_start.TEXTS)]
 
     def _align_adapters(self, trainable: Tree, readers: Tree) -> Tree:
+        """Returns the tree with adapters whose linear path is the regression from tokens' latents to their readers'."""
         assert self.body_location is not None  # validation allows the aligned start for a pretrained body only
         table, sizes = _embedding(trainable, readers), self._embedding_sizes(readers)
-        body_tokenizer, count = load_tokenizer(self.body_location), table.shape[0]
+        projection, adapters = trainable["encoder"]["head"]["project"]["kernel"], {}
+        body_tokenizer = load_tokenizer(self.body_location)
         with phase("initialising the adapters from the readers' embeddings"):
-            pieces = {
-                name: aligned_start.match_pieces(body_tokenizer, reader, count)
-                for name, reader in self.tokenizers.items()
-            }
-            embeddings = {name: place.replicate(readers[name]["embed"], self.placement.learner) for name in pieces}
-            return jax.block_until_ready(aligned_start.align(trainable, table, embeddings, sizes, pieces))
+            for name, params in trainable["adapters"].items():
+                pieces = _match_pieces(body_tokenizer, self.tokenizers[name], len(table))
+                target = place.replicate(readers[name]["embed"], self.placement.learner)
+                kernel = jax.jit(alignment.linear_map)(table, projection, target, pieces)
+                zeros = jax.tree.map(jnp.zeros_like, params["down"])
+                adapters[name] = params | {"skip": {"kernel": kernel}, "down": zeros, "gain": sizes[name].reshape(())}
+            return jax.block_until_ready(trainable | {"adapters": adapters})
 
     def load_frozen(self) -> Tree:
         """Streams the readers' weights, and those of a frozen body, into their shards."""
@@ -338,5 +347,14 @@ class LatentWire(WireReaders):
 
 
 def _embedding(trainable: Tree, frozen: Tree) -> jax.Array:
-    """Returns the embedding table of an encoder's pretrained body, trained or frozen."""
-    return (frozen[SHARED] if SHARED in frozen else trainable["encoder"]["body"])["embed"]
+    """Returns the embedding table, fp32, of an encoder's pretrained body, trained or frozen."""
+    return (frozen[SHARED] if SHARED in frozen else trainable["encoder"]["body"])["embed"].astype(jnp.float32)
+
+
+def _match_pieces(own: Tokenizer, reader: Tokenizer, count: int) -> jax.Array:
+    """Returns i32 [v n]: a reader's ids of each of the encoder's `count` token strings, -1 beyond their end."""
+    texts = [own.decode([index]) if index < own.vocab else "" for index in range(count)]
+    pieces = np.full((count, PIECES), -1, np.int32)
+    for row, ids in zip(pieces, reader.encode_batch(texts), strict=True):
+        row[: len(ids)] = ids[:PIECES]
+    return jnp.asarray(pieces)

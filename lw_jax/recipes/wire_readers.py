@@ -29,6 +29,7 @@ class WireReaders(Recipe):
 
     has_alarm = has_branches = True
     wire: Wire
+    curriculum: Curriculum
     reader_bytes = staticmethod(frozen_models.reader_bytes)
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
@@ -99,10 +100,6 @@ class WireReaders(Recipe):
             data=cfg.data,
             ratio=cfg.encoder.ratio,
         )
-
-    @property
-    def curriculum(self) -> Curriculum:
-        raise NotImplementedError
 
     def identity(self) -> dict[str, str]:
         """Returns the fingerprints of the frozen readers and of their tokenizers."""
@@ -175,8 +172,7 @@ class WireReaders(Recipe):
         def piece(head: Tree, states: jax.Array, given: Tree) -> LossTerms:
             fields, teacher_states = given
             teacher = None if teacher_states is None else decoder.logits(head, teacher_states)
-            one = objectives.Pass(decoder.logits(head, states), fields, teacher)
-            return objectives.total(self.cfg.loss, name, one)
+            return objectives.total(self.cfg.loss, name, decoder.logits(head, states), fields, teacher)
 
         rows, length, _ = states.shape
         data = shards.row_devices(self.placement.readers[name].mesh)

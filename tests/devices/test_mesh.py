@@ -58,14 +58,16 @@ def foreign(process_of: list[int]) -> list[types.SimpleNamespace]:
     return [types.SimpleNamespace(process_index=process, id=i) for i, process in enumerate(process_of)]
 
 
-def test_model_axis_across_processes_is_refused():
-    with pytest.raises(PlacementError, match="model=4 over processes of 2 devices.*use a divisor of 2"):
-        meshes.make(model=4, devices=foreign([0, 0, 1, 1]))
-
-
-def test_mesh_that_leaves_devices_of_several_processes_unused_is_refused():
-    with pytest.raises(PlacementError, match="2 of 4 devices over 2 processes"):
-        meshes.make(data=2, devices=foreign([0, 0, 1, 1]))
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ({"model": 4}, "model=4 over processes of 2 devices.*use a divisor of 2"),
+        ({"data": 2}, "2 of 4 devices over 2 processes"),
+    ],
+)
+def test_mesh_that_processes_cannot_share_is_refused(axes, words):
+    with pytest.raises(PlacementError, match=words):
+        meshes.make(devices=foreign([0, 0, 1, 1]), **axes)
 
 
 class Gpu:

@@ -13,7 +13,7 @@ from lw_jax.core import compiling, eval_rows
 from lw_jax.core.types import Example
 from lw_jax.data.batches import other_examples
 from lw_jax.data.examples import spread
-from lw_jax.evals import ceiling, comparison, control_rows, message_latents, swaps, verdict
+from lw_jax.evals import comparison, control_rows, message_latents, swaps, verdict
 from tests import tiny
 
 ROWS = ("text", "latents", "shuffled", "random", "zero", "none", "truncated", "ceiling")
@@ -29,7 +29,7 @@ def measured(root):
     recipe = tiny.make_recipe(root, only="qwen")
     built = recipe.build()
     encoded = recipe.data("validation", rows=eval_rows.fields_of(ROWS))
-    encoded = ceiling.attach(encoded, spread(len(encoded), COUNT))
+    encoded = control_rows.attach_ceiling(encoded, spread(len(encoded), COUNT))
     options = dataclasses.replace(
         recipe.cfg.eval, examples=COUNT, batch=BATCH, rows=(*ROWS, *SWAPPED), max_new_tokens=3
     )
@@ -63,7 +63,7 @@ def test_rows_find_their_programs_compiled(measured, compiled, monkeypatch):
 
     def compile_together(programs):
         compiling.compile_together(programs)
-        assert compiled.count("jit(run)") == 2, "text; latents and shuffled"
+        assert compiled.count("jit(_answer)") == 2, "text; latents and shuffled"
         compiled.clear()
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -74,7 +74,7 @@ def test_rows_find_their_programs_compiled(measured, compiled, monkeypatch):
     rows = ("text", "latents", "shuffled")
     options = dataclasses.replace(recipe.cfg.eval, examples=COUNT, batch=BATCH, rows=rows, max_new_tokens=3)
     control_rows.measure(tiny.make_bench(recipe, built), found.encoded, options=options)
-    assert "jit(run)" not in compiled
+    assert "jit(_answer)" not in compiled
 
 
 def test_gold_first_token_among_the_five_likeliest_is_counted(measured):

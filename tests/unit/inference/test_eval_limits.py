@@ -11,10 +11,13 @@ from tests import tiny
 ALL = ("text", "latents", "shuffled", "ceiling", "none")
 
 
-def make(root, tmp_path, texts, **changes):
+def make(root, tmp_path, texts, answers=("3", "3", "3"), **changes):
     """An untrained wire whose held-out questions are about these texts."""
     file = tmp_path / "held_out.jsonl"
-    rows = [{"context": text, "question": f"How many {i}?", "answers": ["3"]} for i, text in enumerate(texts)]
+    rows = [
+        {"context": text, "question": f"How many {i}?", "answers": [answer]}
+        for i, (text, answer) in enumerate(zip(texts, answers, strict=False))
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return tiny.make_wire(root, only="llama", data__validation=str(file), **changes)
 
@@ -32,15 +35,8 @@ def test_rows_that_need_a_second_text_are_left_out_where_there_is_none(root, tmp
 
 
 def test_swapped_rows_alone_are_measured(root, tmp_path):
-    texts = ["Mara has 3 lamps.", "Tom owns 3 kites."]
-    file = tmp_path / "two.jsonl"
-    rows = [
-        {"context": texts[0], "question": "How many?", "answers": ["3"]},
-        {"context": texts[1].replace("3", "8"), "question": "How many?", "answers": ["8"]},
-    ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    asked = {"eval__rows": ("swapped", "swapped_text"), "eval__curve": "none", "data__validation": str(file)}
-    found = evaluation.evaluate(tiny.make_wire(root, only="llama", **asked))
+    texts, asked = ["Mara has 3 lamps.", "Tom owns 8 kites."], {"eval__rows": ("swapped", "swapped_text")}
+    found = evaluation.evaluate(make(root, tmp_path, texts, ("3", "8"), eval__curve="none", **asked))
     assert list(found.summary["llama"]) == ["swapped", "swapped_text"]
     assert {record["answers"][0] for record in found.measured.records} == {"3", "8"}
 

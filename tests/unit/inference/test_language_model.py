@@ -1,4 +1,4 @@
-"""Language models as users open them: what is of TTT models alone; decoders stand in test_api.py."""
+"""Language models as users open them: what is of TTT models alone; decoders stand in test_trained_wire.py."""
 
 import dataclasses
 import json
@@ -20,7 +20,6 @@ from lw_jax.models.ttt import TTTConfig
 from lw_jax.recipes import selfmade
 from sharding import mesh as meshes
 
-SAME = 2e-5  # fp32 logits of unit size, sums in another order
 NEW = 11  # tokens: over the end of a chunk
 TEXTS = ["Mara", "Mara Ellis lives in Lisbon.", "Tom Reed"]
 VARIANTS = {
@@ -64,18 +63,6 @@ def test_folder_of_a_ttt_model_is_known_by_its_config(lm, folder):
     ids = np.asarray([[5, 9, 2, 7, 1, 33]])
     gap = float(jnp.abs(lm.logits(ids) - narrow.logits(ids)).max() / jnp.abs(lm.logits(ids)).max())
     assert 0 < gap < 0.2
-
-
-def test_padding_on_either_side_changes_no_real_token(lm):
-    ids = np.random.default_rng(0).integers(0, lm.config.vocab, (3, 12))
-    mask = np.ones(ids.shape, bool)
-    mask[1, :3] = mask[2, 3:] = False
-    found = np.asarray(lm.logits(ids, mask))
-    # What stands behind a token does not reach it: real tokens first, and no mask at all.
-    first = np.stack([np.concatenate([row[real], row[~real]]) for row, real in zip(ids, mask, strict=True)])
-    alone = np.asarray(lm.logits(first))
-    for row in range(3):
-        np.testing.assert_allclose(found[row, mask[row]], alone[row, : mask[row].sum()], atol=SAME)
 
 
 def test_generation_from_the_memory_is_the_argmax_of_reading_all_anew(lm):

@@ -239,9 +239,9 @@ def test_answers_find_the_programs_compiled_that_were_compiled_together(root, me
             jaxtyping.config, "jaxtyping_disable", True
         )  # JAX describes a lowered Prompt's fields in a Prompt
         wire.compile_answers(message, question, wire.recipe.wire.readers, text=TEXT)
-    assert compiled.count("jit(run)") >= 2 * len(wire.recipe.wire.readers)
+    assert compiled.count("jit(_generate)") >= 2 * len(wire.recipe.wire.readers)
     compiled.clear()
     for name in wire.recipe.wire.readers:
         wire.read(message, name, question)
         wire.read_text(TEXT, name, question)
-    assert "jit(run)" not in compiled
+    assert "jit(_generate)" not in compiled

@@ -9,7 +9,6 @@ from configs import base
 from lw_jax.core import config
 from lw_jax.core.types import Task
 from lw_jax.losses import chunked, objectives, token_losses
-from lw_jax.losses.objectives import Pass
 
 SAME = 1e-5  # fp32 sums of a few hundred terms of unit size
 GRADIENT = 1e-4  # relative to the largest, of gradients summed in another order
@@ -32,12 +31,12 @@ def make(task="answer", *, teacher=False):
         "task": Task(task),
         "teacher": {"ids": ids, "logp": logp},
     }
-    return Pass(logits, fields, other if teacher else None)
+    return logits, fields, other if teacher else None
 
 
-def nll(one):
+def nll(logits, fields, _):
     """The sum by hand, example by example."""
-    logits, targets = np.asarray(one.logits, np.float64), np.asarray(one.fields["targets"])
+    logits, targets = np.asarray(logits, np.float64), np.asarray(fields["targets"])
     logp = logits - np.log(np.exp(logits).sum(axis=2, keepdims=True))
     each = -np.take_along_axis(logp, targets[:, :, None], axis=2)[:, :, 0]
     return sum(each[row, :length].sum() for row, length in enumerate(LENGTHS))
@@ -45,22 +44,22 @@ def nll(one):
 
 def test_nll_is_its_formula_and_enters_the_objective_by_its_weight():
     one = make()
-    found = objectives.total(weigh(ce=0.7), "llama", one)
-    assert float(found.terms["nll/llama"][0]) == pytest.approx(nll(one), rel=SAME)
+    found = objectives.total(weigh(ce=0.7), "llama", *one)
+    assert float(found.terms["nll/llama"][0]) == pytest.approx(nll(*one), rel=SAME)
     assert float(found.terms["nll/llama"][1]) == pytest.approx(sum(LENGTHS))
-    assert float(found.sum) == pytest.approx(0.7 * nll(one), rel=SAME)
+    assert float(found.sum) == pytest.approx(0.7 * nll(*one), rel=SAME)
     assert float(found.weight) == sum(LENGTHS)
 
 
 @pytest.mark.parametrize("teacher", [True, False])
 def test_kl_is_from_the_whole_teacher_or_from_its_top_tokens(teacher):
-    one = make(teacher=teacher)
-    counted, top = one.fields["weights"], one.fields["teacher"]
-    found = objectives.total(weigh(kl=2.0), "qwen", one)
+    one = logits, fields, whole = make(teacher=teacher)
+    counted, top = fields["weights"], fields["teacher"]
+    found = objectives.total(weigh(kl=2.0), "qwen", *one)
     if teacher:
-        expected, _ = token_losses.kl(one.teacher, one.logits, counted)
+        expected, _ = token_losses.kl(whole, logits, counted)
     else:
-        expected, _ = token_losses.kl_of_top(top["ids"], top["logp"], one.logits, counted)
+        expected, _ = token_losses.kl_of_top(top["ids"], top["logp"], logits, counted)
     assert float(found.sum) == pytest.approx(2 * float(expected), rel=SAME)
     assert float(found.terms["kl/qwen"][0]) == pytest.approx(float(expected), rel=SAME)
 
@@ -68,26 +67,25 @@ def test_kl_is_from_the_whole_teacher_or_from_its_top_tokens(teacher):
 @pytest.mark.parametrize("task", ["reconstruct", "continuation"])
 def test_passages_have_their_own_names_full_weight_and_no_term_of_an_answer(task):
     one = make(task)
-    found = objectives.total(weigh(ce=0.2, kl=2.0), "llama", one)
+    found = objectives.total(weigh(ce=0.2, kl=2.0), "llama", *one)
     assert set(found.terms) == {f"{task}/nll/llama", f"{task}/accuracy/llama"}
-    assert float(found.sum) == pytest.approx(nll(one), rel=SAME)
+    assert float(found.sum) == pytest.approx(nll(*one), rel=SAME)
 
 
 @pytest.mark.parametrize("task", ["answer", "reconstruct"])
 def test_piece_by_piece_the_objective_and_its_gradients_are_those_of_all_rows(task):
-    one, loss = make(task, teacher=task == "answer"), weigh(ce=1.0, kl=2.0)
-    given = (one.fields, one.teacher)
+    (logits, *given), loss = make(task, teacher=task == "answer"), weigh(ce=1.0, kl=2.0)
 
     def measure(scale, logits, given):
-        return objectives.total(loss, "llama", Pass(scale * logits, *given))
+        return objectives.total(loss, "llama", scale * logits, *given)
 
     def objective(logits, pieces):
         terms = chunked.sum_of_pieces(measure, jnp.float32(1.5), logits, given, pieces=pieces)
         return 3.0 * terms.sum, terms  # scaled, so that the incoming gradient is not 1
 
     graded = jax.jit(jax.value_and_grad(objective, has_aux=True), static_argnums=1)
-    ((_, whole), wanted), ((_, parts), found) = (graded(one.logits, pieces) for pieces in (1, B))
+    ((_, whole), wanted), ((_, parts), found) = (graded(logits, pieces) for pieces in (1, B))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=SAME), parts, whole)
     np.testing.assert_allclose(found, wanted, atol=GRADIENT * float(jnp.abs(wanted).max()))
-    _, without_gradient = jax.jit(objective, static_argnums=1)(one.logits, B)
+    _, without_gradient = jax.jit(objective, static_argnums=1)(logits, B)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=SAME), without_gradient, whole)

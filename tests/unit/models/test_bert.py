@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax.core.errors import UserError
 from lw_jax.models import bert, decoder
 
 CFG = bert.BertConfig(vocab=47, width=42, layers=3, heads=6, ffn=53, norm_eps=1e-12, max_positions=23, token_types=2)
@@ -64,9 +63,3 @@ def test_remat_recomputes_and_changes_no_gradient(params):
     )
     assert erfs == [2, 2], "the layer's activation is made again in both"
     assert dots[1] - dots[0] == 6, "q, k, v, o, up and down; attention's own products in both"
-
-
-def test_text_beyond_the_learned_positions_is_refused_with_the_limit(params):
-    ids, mask = text(24)
-    with pytest.raises(UserError, match=r"encoder\.window.*24 tokens.*at most 23"):
-        bert.forward(params, CFG, ids, mask=mask, mix=None)

@@ -141,13 +141,3 @@ def test_shared_prefix_is_computed_for_one_row(params, ids):
     # 8 rows of 7 forward and backward and 21 forward once, instead of 8 rows of 28: 133 passes of a token for 448; what
     # the 7 attend to is the same in both.
     assert apart / flops(joined) < 0.4
-
-
-def test_abstract_tells_what_init_draws():
-    for cfg in (CFG, dataclasses.replace(CFG, tied=True, qkv_bias=False)):
-        drawn = decoder.init(jax.random.key(0), cfg, jnp.bfloat16)
-        told = decoder.abstract(cfg, jnp.bfloat16)
-        assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), drawn) == jax.tree.map(
-            lambda leaf: (leaf.shape, leaf.dtype), told
-        )
-        assert ("head" in drawn, "q_bias" in drawn["layers"]) == (not cfg.tied, cfg.qkv_bias)

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from lw_jax.core.errors import UserError
 from lw_jax.hub import weights
-from lw_jax.models import decoder, quant
+from lw_jax.models import decoder, lora, quant
 from sharding import mesh as meshes
 from sharding import rules, tables
 from tests import tiny
@@ -41,15 +41,6 @@ def logits(params, ids, cfg=CFG):
         return decoder.logits(params, out.hidden)
 
     return jax.jit(run)(params, ids)
-
-
-def restored(params):
-    """The same model with every packed matrix as floats again."""
-    layers = {}
-    for name, leaf in params["layers"].items():
-        shape = decoder.abstract(CFG, jnp.float32)["layers"][name].shape
-        layers[name] = quant.restore(leaf, jnp.float32).reshape(shape) if isinstance(leaf, dict) else leaf
-    return params | {"layers": layers}
 
 
 # --- the codes
@@ -119,7 +110,7 @@ def test_decoder_multiplies_in_8_bits_near_what_its_restored_matrices_say(kind, 
 
     x = decoder.embed(packed, ids)
     gradient = jax.jit(jax.grad(objective, has_aux=True))
-    found, exact = (gradient(x, params) for params in (packed, restored(packed)))
+    found, exact = (gradient(x, params) for params in (packed, lora.unpack(packed, CFG, jnp.float32)))
     for ours, theirs in zip(found, exact, strict=True):
         error = float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs))
         assert 100 * SAME < error < most, error
@@ -137,7 +128,7 @@ def test_packed_decoder_computes_what_its_restored_matrices_say(kind, tmp_path):
     weights.save(tmp_path, our_params(), CFG, model_type="qwen2")
     packed = weights.load(tmp_path, dtype=jnp.float32, packed=kind)
     ids = jnp.arange(22).reshape(2, 11)
-    np.testing.assert_allclose(logits(packed, ids), logits(restored(packed), ids), atol=SAME)
+    np.testing.assert_allclose(logits(packed, ids), logits(lora.unpack(packed, CFG, jnp.float32), ids), atol=SAME)
     assert float(jnp.abs(logits(packed, ids) - logits(our_params(), ids)).max()) > 100 * SAME
 
     def objective(x, params):
@@ -145,7 +136,7 @@ def test_packed_decoder_computes_what_its_restored_matrices_say(kind, tmp_path):
         return jnp.sum(jnp.sin(out.hidden))
 
     x = decoder.embed(packed, ids)
-    one, other = (jax.jit(jax.grad(objective))(x, params) for params in (packed, restored(packed)))
+    one, other = (jax.jit(jax.grad(objective))(x, params) for params in (packed, lora.unpack(packed, CFG, jnp.float32)))
     np.testing.assert_allclose(one, other, atol=SAME * float(jnp.abs(other).max()))
 
 
@@ -220,13 +211,13 @@ def write_awq(folder, change=lambda tensors: None, config=None):
 def test_awq_folder_is_kept_as_it_is_and_means_what_autoawq_says(tmp_path):
     meant = write_awq(tmp_path)
     params = weights.load(tmp_path, dtype=jnp.float32, packed="awq")
-    whole = restored(params)["layers"]
+    whole = lora.unpack(params, CFG, jnp.float32)["layers"]
     for layer in range(CFG.layers):
         for ours, theirs in (("q", "self_attn.q"), ("o", "self_attn.o"), ("up", "mlp.up"), ("down", "mlp.down")):
             wanted = meant[f"model.layers.{layer}.{theirs}_proj.weight"]
             np.testing.assert_array_equal(np.asarray(whole[ours][layer]).reshape(wanted.shape), wanted)
     ids = jnp.arange(22).reshape(2, 11)
-    np.testing.assert_allclose(logits(params, ids), logits(restored(params), ids), atol=SAME)
+    np.testing.assert_allclose(logits(params, ids), logits(lora.unpack(params, CFG, jnp.float32), ids), atol=SAME)
 
 
 def replace(part, value):

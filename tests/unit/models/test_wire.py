@@ -53,24 +53,6 @@ def test_prompt_is_template_text_the_slots_in_use_the_task_vector_question(parts
     assert prompt.mask[:, -1].all()
 
 
-def test_answer_logits_are_those_that_predict_each_target(recipe, parts):
-    built, batch, prefix = parts
-    params, fields = built.frozen["llama"], batch["readers"]["llama"]
-    prompt = wire.wire_prompt(params, fields, prefix)
-    found = jax.jit(lambda prompt, fields: recipe.wire.answer_logits(params, "llama", prompt, fields))(prompt, fields)
-    assert found.shape == (*fields["targets"].shape, recipe.wire.readers["llama"].config.vocab)
-    # By hand: no padding, one row at a time, answer by answer, each after a prefix of its own.
-    assert prompt.shared_prefix is not None
-    prompt = prompt.joined()
-    row = 1
-    count = int(fields["weights"][row].sum())
-    real = np.flatnonzero(prompt.mask[row])
-    answer = decoder.embed(params, fields["answer_inputs"][row : row + 1, : count - 1])
-    x = jnp.concatenate([prompt.embeddings[row : row + 1, real], answer], axis=1)
-    expected = logits(params, recipe.wire.readers["llama"].config, x)[len(real) - 1 :]
-    np.testing.assert_allclose(found[row, :count], expected, atol=SAME)
-
-
 def test_length_that_chooses_the_frequencies_counts_no_padding(root, parts):
     """A row alone and the same row right-padded beside longer ones: the logits, and the loss that is trained on."""
     built, batch, _ = parts

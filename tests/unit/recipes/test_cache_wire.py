@@ -98,31 +98,14 @@ def test_the_bytes_say_what_was_written(wire, message):
 def test_packed_and_masked_prompts_score_alike(wire, message):
     """Answers take the memory of the kept keys alone, scores mask the others: both are the same attention."""
     for name in ("llama", "qwen"):
-        section = wire.section(message, name)
-        width = wire.trainable["codes"][name]["variance"].shape[0]
-        sent, mask = cache_message.of_section(section, width, 64, 2)
-        packed, _ = next(wire._prompts([(message, QUESTION)], name))
-        assert packed.kv_prefix is None and packed.packed is not None
+        asked = [wire.section(message, name)], [QUESTION], name
+        packed, masked = (wire.prompt(*asked, whole=whole) for whole in (False, True))
+        assert packed.kv_prefix is None and packed.packed is not None and masked.packed is None
         config = wire.recipe.wire.readers[name].config
         assert int(packed.packed.count.sum()) <= 0.6 * 64 * config.layers * config.kv_heads
-        fields = {"before": before(wire, name), "after": after(wire, name)}
-        params, code = wire.frozen[name], wire.codes[name]
-        masked = wire.functions.prompt_from_cache(params, code, fields, sent, mask, name)
-        found = [wire.recipe.wire.begin(params, name, one, max_new_tokens=1)[0] for one in (packed, masked)]
+        begin = wire.recipe.wire.begin
+        found = [begin(wire.frozen[name], name, one, max_new_tokens=1)[0] for one in (packed, masked)]
         np.testing.assert_allclose(*found, atol=1e-4)
-
-
-def before(wire, name):
-    from lw_jax.data import prompt_tokens
-
-    layout = wire.recipe.layout
-    ids = prompt_tokens.shared_prefix(name, layout.readers[name], layout.prompt)[None]
-    return {"ids": ids, "mask": np.ones(ids.shape, bool)}
-
-
-def after(wire, name):
-    batch = batches.encode_prompts([Example("", "?", QUESTION, ())], layout=wire.recipe.layout)
-    return batch["readers"][name]["after"]
 
 
 def test_a_reader_takes_its_own_section_alone(wire, message):
@@ -195,16 +178,16 @@ class Killed(BaseException):
 
 def test_evaluation_has_the_rows_of_the_kind_and_resumes(run, root, capsys, monkeypatch):
     folder, cfg = run[0], make_config(root, eval__rows=ROWS)
-    score, scored = cache_rows._score, []
+    answer, answered = cache_rows.CacheSession.answer, []
 
-    def killed(*given):
-        if len(scored) == 2:
+    def killed(*given, **options):
+        if len(answered) == 2:
             raise Killed
-        scored.append(given)
-        return score(*given)
+        answered.append(given)
+        return answer(*given, **options)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(cache_rows, "_score", killed)
+        patch.setattr(cache_rows.CacheSession, "answer", killed)
         tiny.call("eval", cfg, folder)
     kept = len((folder / coded_evaluation.PARTIAL).read_text("utf-8").splitlines()) - 1
     assert kept == 2 * cfg.eval.batch

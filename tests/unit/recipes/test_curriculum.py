@@ -44,15 +44,6 @@ def test_last_stage_s_task_is_validated_first_and_every_task_also_with_others_so
     assert tasks == [*plain, *(("shuffled/", task) for _, task in plain)]
 
 
-def test_shuffled_examples_never_have_their_own_context(staged):
-    found = staged.validation()
-    for (_, own), (_, shuffled) in zip(found[:3], found[3:], strict=True):
-        assert own.examples == shuffled.examples
-        for mine, other in zip(own.source.ids, shuffled.source.ids, strict=True):
-            assert mine.tobytes() != other.tobytes()
-        assert sorted(ids.tobytes() for ids in own.source.ids) == sorted(ids.tobytes() for ids in shuffled.source.ids)
-
-
 def test_validation_holds_no_text_of_training(staged):
     for task in ("answer", "reconstruct"):
         texts = [{e.context for e in staged.stream(split, task, 19).examples} for split in ("train", "validation")]

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax.data import prompt_tokens
-from lw_jax.models import decoder, kv_prefix
+from lw_jax.data import batches, prompt_tokens
+from lw_jax.models import decoder, encoder, kv_prefix
 from lw_jax.recipes import kv_start
 from tests import tiny
 
@@ -73,11 +73,9 @@ def own_windows(recipe, built, name, texts):
     before = prompt_tokens.shared_prefix(name, recipe.layout.readers[name], recipe.layout.prompt)[None]
     shared = decoder.SharedPrefix(decoder.embed(params, jnp.asarray(before)), jnp.ones(before.shape, bool))
     encoded = [tokenizer.encode(example.context) for example in texts]
-    mask = np.arange(max(map(len, encoded))) < np.array([[len(one)] for one in encoded])
-    ids = np.zeros(mask.shape, np.int32)
-    ids[mask] = np.concatenate(encoded)
+    read = batches.field([np.array(one) for one in encoded], 0, left=False).collate(range(len(texts)))
     take = jax.jit(lambda x, mask: kv_prefix.take(params, reader.config, x, mask=mask, shared_prefix=shared))
-    own = take(decoder.embed(params, jnp.asarray(ids)), jnp.asarray(mask))
+    own = take(decoder.embed(params, jnp.asarray(read["ids"])), jnp.asarray(read["mask"]))
     for row, example in enumerate(texts):
         source = recipe.layout.source.starts(example.context)
         bounds = kv_start.window_starts(source, recipe.cfg.encoder.slots)
@@ -109,3 +107,17 @@ def test_keys_and_values_have_the_readers_own_mean_and_size(started, start):
     each = np.square(found - own).sum(axis=(0, 3, 4)) / np.square(own - own.mean(axis=0)).sum(axis=(0, 3, 4))
     errors = each.mean()  # of every layer's keys and values alike
     assert errors < 0.97 if start == "aligned" else errors > 1.1, errors
+
+
+def test_windows_are_those_of_the_encoders_slots():
+    starts = [0, 3, 5, 9, 10, 14, 20]
+    for windows in (2, 3, 7, 9):
+        mask = jnp.asarray([[True] * 7 + [False] * 2])
+        pooled = np.asarray(encoder.window_weights(mask, windows, jnp.asarray([windows])))[0] > 0
+        own = kv_start.window_weights(starts, kv_start.window_starts(starts, windows)) > 0
+        np.testing.assert_array_equal(own, pooled[:, :7])
+
+
+def test_a_window_inside_one_token_takes_that_token():
+    found = kv_start.window_weights([0, 10], kv_start.window_starts([0, 3, 6, 9, 12], 5))
+    np.testing.assert_array_equal(found, [[1, 0], [1, 0], [1, 0], [0, 1], [0, 1]])

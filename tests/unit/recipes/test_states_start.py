@@ -9,6 +9,7 @@ import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT
+from lw_jax.data import batches
 from lw_jax.models import decoder, encoder, kv_prefix
 from lw_jax.recipes import frozen_models, states_start
 from tests import tiny
@@ -65,9 +66,7 @@ def test_adapters_start_near_the_keys_and_values_of_the_rarest_tokens(started):
     reader, params = recipe.wire.readers["llama"], built.frozen["llama"]
     rarity = built.trainable["encoder"]["head"]["pool"]["rarity"]
     texts = [recipe.layout.source.encode(one.context) for one in recipe.curriculum.examples("validation")[:16]]
-    mask = np.arange(max(map(len, texts))) < np.array([[len(text)] for text in texts])
-    ids = np.zeros(mask.shape, np.int32)
-    ids[mask] = np.concatenate(texts)
+    read = batches.field([np.array(text) for text in texts], 0, left=False).collate(range(16))
     channel = jnp.tile(jnp.asarray([[SLOTS, recipe.cfg.encoder.width, EXACT]], jnp.int32), (16, 1))
 
     @jax.jit
@@ -78,7 +77,7 @@ def test_adapters_start_near_the_keys_and_values_of_the_rarest_tokens(started):
         made = recipe.wire.prefix(built.trainable["adapters"]["llama"], "llama", latents, "answer")
         return places, (own.k, own.v), made[:2]
 
-    places, own, made = jax.device_get(run(ids, mask))
+    places, own, made = jax.device_get(run(read["ids"], read["mask"]))
     rows, slots = np.nonzero(places > 0)  # the first token is unlike all others
     power = np.stack([one[:, rows, places[rows, slots]] for one in own])
     error = np.stack([one[:, rows, slots] for one in made]) - power
@@ -100,13 +99,11 @@ def test_states_are_those_before_the_layers(started):
 
 
 @pytest.mark.slow
-def test_start_is_the_same_on_four_devices_and_for_a_frozen_body(root, started):
-    _, one = started
-    for changes in ({"devices": 4}, {"encoder__rank": 2}):
-        other = make(root, **changes).build()
-        for name in ("shift", "scale"):
-            mine, theirs = (built.trainable["encoder"]["head"][name] for built in (one, other))
-            np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
+def test_start_is_the_same_for_a_frozen_body(root, started):
+    other = make(root, encoder__rank=2).build()
+    for name in ("shift", "scale"):
+        mine, theirs = (built.trainable["encoder"]["head"][name] for built in (started[1], other))
+        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """sharding/rules.py and sharding/tables.py: tables are total, live and divisible, or they are refused."""
 
+import dataclasses
 import re
 
 import jax
@@ -8,10 +9,12 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from lw_jax.models import decoder
 from sharding import mesh as meshes
 from sharding import rules
 from sharding.errors import PlacementError
 from sharding.tables import reader_table
+from tests import tiny
 
 TREE = {
     "encoder": {"kernel": np.zeros((4, 6)), "gain": np.zeros(6)},
@@ -19,44 +22,18 @@ TREE = {
 }
 
 
-def reader(  # noqa: PLR0913  (one argument a size)
-    *,
-    tied: bool,
-    biases: bool,
-    norm_biases: bool = False,
-    heads: int = 4,
-    kv_heads: int = 2,
-    ffn: int = 20,
-    vocab: int = 28,
-) -> dict:
-    """The abstract tree of docs/architecture.md: layers 3, width 24, head width 8."""
-    shapes = {
-        "attn_norm": (3, 24),
-        "mlp_norm": (3, 24),
-        "q": (3, heads, 8, 24),
-        "k": (3, kv_heads, 8, 24),
-        "v": (3, kv_heads, 8, 24),
-        "o": (3, 24, heads, 8),
-        "gate": (3, ffn, 24),
-        "up": (3, ffn, 24),
-        "down": (3, 24, ffn),
-    }
-    if biases:
-        shapes |= {"q_bias": (3, heads, 8), "k_bias": (3, kv_heads, 8), "v_bias": (3, kv_heads, 8)}
-    top = {"embed": (vocab, 24), "norm": (24,)} | ({} if tied else {"head": (vocab, 24)})
-    if norm_biases:
-        shapes |= {"attn_norm_bias": (3, 24), "mlp_norm_bias": (3, 24)}
-        top["norm_bias"] = (24,)
-    tree = {**top, "layers": shapes}
-    return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, np.float32), tree, is_leaf=lambda x: type(x) is tuple)
+def reader(**changes) -> dict:
+    """The abstract tree of a reader: layers 3, width 24, head width 8."""
+    sizes = {"vocab": 28, "width": 24, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 20}
+    return decoder.abstract(dataclasses.replace(tiny.DECODER, **sizes | changes), np.float32)
 
 
 FAMILIES = {
-    "llama": reader(tied=False, biases=False),
-    "llama, tied": reader(tied=True, biases=False),
-    "qwen": reader(tied=False, biases=True),
-    "qwen, tied": reader(tied=True, biases=True),
-    "stablelm": reader(tied=False, biases=True, norm_biases=True),
+    "llama": reader(tied=False, qkv_bias=False),
+    "llama, tied": reader(tied=True, qkv_bias=False),
+    "qwen": reader(tied=False, qkv_bias=True),
+    "qwen, tied": reader(tied=True, qkv_bias=True),
+    "stablelm": reader(tied=False, qkv_bias=True, norm="layer"),
 }
 
 
@@ -141,7 +118,7 @@ def test_reader_tables_are_total_and_live_for_every_family(family, placement, pr
 
 
 def test_tensor_table_keeps_heads_whole_that_do_not_divide_but_splits_the_mlp():
-    tree = reader(tied=True, biases=True, heads=7, kv_heads=1, vocab=29)
+    tree = reader(tied=True, qkv_bias=True, heads=7, kv_heads=1, vocab=29)
     placed = specs(rules.shardings(reader_table("tensor"), tree, mesh_of(1, 2), name="t"))
     assert placed["layers/q"] == placed["layers/o"] == placed["layers/k"] == placed["layers/q_bias"] == P()
     assert placed["layers/up"] == P(None, "model")
