@@ -37,12 +37,11 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """Result of `Checkpointer.restore`; `note` names damaged checkpoints that were skipped (else empty)."""
+    """Result of `Checkpointer.restore`."""
 
     step: int
     state: dict[str, Tree]
     data: dict[str, Any]
-    note: str
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # empty: it was not validated
     identity: dict[str, str] = dataclasses.field(default_factory=dict)  # as it was saved
 
@@ -145,14 +144,14 @@ class Checkpointer:
             with _Reading(folder):
                 state = self._read(step, abstract_state)
                 self._saved = step
-                return Restored(step, state, **{key: chosen[key] for key in ("data", "note", "metrics", "identity")})
+                return Restored(step, state, **{key: chosen[key] for key in ("data", "metrics", "identity")})
         raise UserError(
             f"{self._folder}: each of {TRIES} checkpoints was replaced while it was read; read when the run has "
             "ended, or train with a larger train.checkpoint_every"
         )
 
     def _choose(self, *, best: bool) -> dict[str, Any] | None:
-        """Returns step, data, leaves and metrics of the checkpoint to restore, and a note of damage; None: none is.
+        """Returns step, data, leaves and metrics of the checkpoint to restore; None: none is; tells of damaged ones.
 
         Empty where training has replaced a checkpoint since they were listed.
         """
@@ -168,16 +167,16 @@ class Checkpointer:
             folder = self._folder / str(step)
             damage = checkpoint_record.find_damage(folder, records[step]["files"])
             if not damage:
-                note = self._report_damage(f"took {step}")
-                chosen = {key: records[step][key] for key in ("leaves", "data", "metrics", "identity")}
-                return chosen | {"step": step, "note": note}
+                if self._damaged:
+                    _log.warning("%s: %s; took %d", self._folder, self._describe_damage(), step)
+                return {key: records[step][key] for key in ("leaves", "data", "metrics", "identity")} | {"step": step}
             if is_gone(folder):
                 return {}
             self._damaged[step] = damage
         if self._damaged:
             raise UserError(
-                f"{self._folder}: no usable checkpoint, {self._report_damage('none is left')}; bring one back from "
-                "a copy, or start anew with another --workdir"
+                f"{self._folder}: no usable checkpoint, {self._describe_damage()}; none is left; bring one back from a "
+                "copy, or start anew with another --workdir"
             )
         return None
 
@@ -257,13 +256,8 @@ class Checkpointer:
                 "from the latest, or give another --workdir"
             )
 
-    def _report_damage(self, outcome: str) -> str:
-        if not self._damaged:
-            return ""
-        named = "; ".join(f"checkpoint {step} is damaged ({why})" for step, why in sorted(self._damaged.items()))
-        note = f"{named}; {outcome}"
-        _log.warning("%s: %s", self._folder, note)
-        return note
+    def _describe_damage(self) -> str:
+        return "; ".join(f"checkpoint {step} is damaged ({why})" for step, why in sorted(self._damaged.items()))
 
     def _remove_old(self) -> None:
         """Removes damaged checkpoints and all but the newest and the best; none that could not be read."""
