@@ -164,7 +164,8 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def simulation_table(plans: Sequence[StepPlan]) -> str:
-    rows = [("devices", "target", "strategy", "mesh", "batch x acc", "remat", "peak", "samples/s")]
+    head = ("devices", "target", "strategy", "mesh", "batch x acc", "remat", "peak", "samples/s")
+    rows: list[tuple[str, ...]] = [head]
     for plan in plans:
         if (best := plan.chosen) is None:
             reasons = "; ".join([plan.why, *plan.describe_remedies()])
