@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lw_jax.benchmarking.timing import Ceilings, Spread
-from lw_jax.planning import workload
+from lw_jax.planning import plan_tables, workload
 from lw_jax.recipes.latentwire import LatentWire
 
 
@@ -92,12 +92,7 @@ def table(device: str, ceilings: Ceilings, rows: Sequence[Row]) -> str:
         "",
     ]
     head = ("part", "of", "seconds", "least..most", "samples/s", "tokens/s", "of ceiling", "memory GB", "")
-    cells = [head, *map(_cells, rows)]
-    sizes = [max(len(row[column]) for row in cells) for column in range(len(head) - 1)]
-    for row in cells:
-        left = [cell.ljust(size) for cell, size in zip(row[:2], sizes[:2], strict=True)]
-        right = [cell.rjust(size) for cell, size in zip(row[2:-1], sizes[2:], strict=True)]
-        lines.append("  ".join([*left, *right, row[-1]]).rstrip())
+    lines += plan_tables.align([head, *map(_cells, rows)])
     for row in rows:
         if row.compile_seconds is not None and row.cached_seconds is not None:
             figures = f"{row.compile_seconds:.1f} s with an empty cache, {row.cached_seconds:.1f} s with a filled one"

@@ -49,7 +49,6 @@ class Program:
 
     kernels: tuple[Kernel, ...]
     collectives: tuple[Collective, ...]
-    uncounted: tuple[str, ...]  # operations with FLOPs or trip counts that the text does not give
 
     @property
     def flops(self) -> int:
@@ -99,7 +98,6 @@ def _analyse(text: str) -> Program:
     return Program(
         tuple(sorted(kernels, key=lambda kernel: (-kernel.flops, -kernel.bytes, kernel.arithmetic, kernel.source))),
         tuple(Collective(*key, *total) for key, total in sorted(sums.items())),
-        tuple(sorted(tally.uncounted)),
     )
 
 
@@ -114,12 +112,10 @@ _COLLECTIVES = frozenset(
 _SLICES = frozenset(("dynamic-slice", "slice", "gather"))  # read as much of their first operand as they return
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place; which operand holds what is written
 _GEMMS = ("__cublas$gemm", "__cublas$lt$matmul")
-_OPAQUE = frozenset("convolution ragged-dot scaled-dot fft cholesky triangular-solve send recv".split())
 # What a Pallas kernel of this project says of itself (`models/ttt_kernel.py`), as a string in a string.
 _OF_PALLAS = re.compile(
     r'serialized_metadata = "{\\22arithmetic\\22: \\22(?P<arithmetic>\w+)\\22, \\22flops\\22: \\22(?P<flops>\d+)'
 )
-_NO_MATMUL = ("cu_threefry2x32", "TopK", "__gpu$TopK", "__cub$", "AllocateBuffer")  # targets of custom calls begin so
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,14 +158,12 @@ class _Tally:
     def __init__(self) -> None:
         self.kernels: Counter[Kernel] = Counter()
         self.collectives: Counter[tuple[str, Groups, int]] = Counter()
-        self.uncounted: set[str] = set()
 
     def add(self, other: "_Tally", times: int) -> None:
         for kernel, count in other.kernels.items():
             self.kernels[kernel] += count * times
         for collective, count in other.collectives.items():
             self.collectives[collective] += count * times
-        self.uncounted |= other.uncounted
 
     def work(self) -> tuple[int, int]:
         runs = self.kernels.items()
@@ -207,10 +201,8 @@ class _Module:
         if op.opcode in _FREE or op.opcode.endswith(("-done", "async-update")):
             return
         if op.opcode == "while":
-            trips = op.backend_config.get("known_trip_count", {}).get("n")
-            if trips is None:
-                result.uncounted.add(f"loop {op.name}: its number of rounds is not known, one is counted")
-            result.add(self.tally(op.attribute("body")), int(trips or 1))
+            trips = op.backend_config.get("known_trip_count", {}).get("n", 1)  # where it is not known, one round
+            result.add(self.tally(op.attribute("body")), int(trips))
         elif op.opcode == "conditional":
             named = re.search(r"branch_computations={([^}]*)}", op.attributes)
             branches = named[1].replace("%", "").split(", ") if named else []
@@ -222,7 +214,7 @@ class _Module:
             groups = _groups(op, self.devices)
             result.collectives[base, groups, computation.operand_bytes(op)] += 1
         else:
-            result.kernels[self.kernel(op, computation, result)] += 1
+            result.kernels[self.kernel(op, computation)] += 1
 
     def _holds_collective(self, fusion: _Op) -> bool:
         inner = self.computations[fusion.attribute("calls")].ops.values()
@@ -236,35 +228,30 @@ class _Module:
         inner = self.computations[op.attribute("calls")]
         return next(filter(None, map(self._source, (inner.root, *reversed(inner.ops.values())))), "")
 
-    def kernel(self, op: _Op, computation: _Computation, result: _Tally) -> Kernel:
-        """Returns one run of an operation; `result` is told what may hide products of it."""
-        products = list(self._products(op, computation, result))
+    def kernel(self, op: _Op, computation: _Computation) -> Kernel:
+        """Returns one run of an operation."""
+        products = list(self._products(op, computation))
         arithmetic = max(products, key=lambda product: product[1])[0] if products else ""
         fused = op.opcode.removesuffix("-start") == "fusion"
         size = _fusion_bytes(self.computations[op.attribute("calls")]) if fused else _op_bytes(op, computation)
         return Kernel(arithmetic, sum(flops for _, flops in products), size, source=self._source(op))
 
-    def _products(self, op: _Op, computation: _Computation, result: _Tally) -> Iterator[tuple[str, int]]:
-        """Yields arithmetic and FLOPs of each matrix product of an operation, and notes what may hide some."""
+    def _products(self, op: _Op, computation: _Computation) -> Iterator[tuple[str, int]]:
+        """Yields arithmetic and FLOPs of each matrix product of an operation."""
         if op.opcode.removesuffix("-start") == "fusion":
             inner = self.computations[op.attribute("calls")]
             for part in inner.ops.values():
-                yield from self._products(part, inner, result)
+                yield from self._products(part, inner)
         elif op.opcode == "dot":
             yield _product(op, computation, op.indices("lhs_contracting_dims"), op.attributes)
         elif op.opcode == "custom-call":
             target = re.search(r'custom_call_target="([^"]*)"', op.attributes)
-            name = target[1] if target else "without a target"
-            if name.startswith(_GEMMS):
+            if target and target[1].startswith(_GEMMS):
                 config = op.backend_config["gemm_backend_config"]
                 contracted = [int(n) for n in config["dot_dimension_numbers"]["lhs_contracting_dimensions"]]
                 yield _product(op, computation, contracted, json.dumps(config["precision_config"]))
             elif counted := _OF_PALLAS.search(op.attributes):
                 yield counted["arithmetic"], int(counted["flops"])
-            elif not name.startswith(_NO_MATMUL):
-                result.uncounted.add(f"custom call {name}")
-        elif op.opcode in _OPAQUE:
-            result.uncounted.add(op.opcode)
 
 
 def _product(op: _Op, computation: _Computation, contracted: list[int], precision: str) -> tuple[str, int]:
@@ -399,7 +386,7 @@ def kernels_by_name(text: str) -> dict[str, Kernel]:
     for part in module.computations.values():
         for name, op in part.ops.items():
             if op.opcode not in _FREE and op.opcode not in ("while", "conditional", "call"):
-                found[name] = module.kernel(op, part, _Tally())
+                found[name] = module.kernel(op, part)
     return found
 
 

@@ -22,19 +22,6 @@ from lw_jax.training import memory_limit
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Files that decide what is compiled, its memory and its time: a change of any other leaves cached plans valid.
-_TRAINING = ("*memory*", "micro_batch_search", "optimizers", "recipe", "step_*", "traced_costs", "train_step")
-SHAPING = (
-    *(f"{folder}/**/*.py" for folder in ("sharding", "lw_jax/models", "lw_jax/losses", "lw_jax/planning")),
-    "lw_jax/recipes/*.py",
-    "lw_jax/evals/wire_functions.py",
-    "lw_jax/hub/architectures.py",
-    "lw_jax/hub/families.py",
-    "lw_jax/core/precision.py",
-    "lw_jax/core/types.py",
-    *(f"lw_jax/training/{name}.py" for name in _TRAINING),
-)
-
 
 def path(cfg: Config, name: str) -> Path:
     """Returns the file of a plan: by target or `HERE`, the keys that shape it (`config.shape`), versions and code."""
@@ -68,9 +55,10 @@ def write(file: Path, plan: StepPlan) -> None:
 
 
 def code() -> str:
+    """Returns the hash of the program's source: another version may compile, measure or time a step otherwise."""
     digest = hashlib.sha256()
-    for pattern in SHAPING:
-        for file in sorted(ROOT.glob(pattern)):
+    for folder in ("lw_jax", "sharding"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()
 

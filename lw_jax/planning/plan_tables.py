@@ -164,21 +164,17 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def simulation_table(plans: Sequence[StepPlan]) -> str:
-    lines = [
-        f"{'devices':<9}{'target':<12}{'strategy':<11}{'mesh':<22}{'batch x acc':<13}{'remat':<7}{'peak':<9}samples/s"
-    ]
+    head = ("devices", "target", "strategy", "mesh", "batch x acc", "remat", "peak", "samples/s")
+    rows: list[tuple[str, ...]] = [head]
     for plan in plans:
-        best = plan.chosen
-        if best is None:
+        if (best := plan.chosen) is None:
             reasons = "; ".join([plan.why, *plan.describe_remedies()])
-            lines.append(f"{plan.devices:<9}{plan.target:<12}{reasons}")
+            rows.append((str(plan.devices), plan.target, *["-"] * 5, reasons))
             continue
         batch = f"{best.micro_batch} x {best.accumulation}"
-        lines.append(
-            f"{plan.devices:<9}{plan.target:<12}{best.strategy:<11}{best.mesh:<22}{batch:<13}"
-            f"{best.remat:<7}{_gb(best.peak_bytes):<9}{_number(best.samples_per_second, 1)}"
-        )
-    return "\n".join(lines)
+        figures = _gb(best.peak_bytes), _number(best.samples_per_second, 1)
+        rows.append((str(plan.devices), plan.target, best.strategy, best.mesh, batch, best.remat, *figures))
+    return "\n".join(align(rows))
 
 
 def _gb(size: float) -> str:

@@ -74,5 +74,5 @@ def read_best(recipe: Recipe, cfg: Config, workdir: Path) -> Restored:
         models = {key: one for key, one in wire.models.items() if key.removeprefix(wire_folder.READERS) not in absent}
         wire_models.check(workdir, models, cfg, wire_models.describe(cfg))
         trainable = wire_tensors.read(workdir, wanted, without=absent)
-        return Restored(wire.step, {"trainable": trainable}, data={}, note="")
+        return Restored(wire.step, {"trainable": trainable}, data={})
     return checkpoint.read_best(workdir, wanted, identity=readable(recipe, cfg))

@@ -5,19 +5,106 @@ import math
 import shlex
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
+
+from msgspec import Meta
 
 from lw_jax.core import schema
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.evals.curve import Curve
+from lw_jax.core.schema import Index, Size
+from lw_jax.evals.curve import Count, Curve, Figure, Known, Positive, Word
 from lw_jax.evals.results import Results
-from lw_jax.report import folder_schema
 from lw_jax.training.run_folder import read_config, read_metrics, read_rows
 
 TEXTS = ("config.diff", "command.txt", "versions.json")
 REMEDY = "the file must be as this version writes it: remove it, or write it anew with its command"
 LARGEST = 1e30  # drawable; beyond it a logged value counts as infinite
+
+
+# --- types of the files, as training and benchmarks write them; fields that the page does not show are ignored
+
+
+class Prediction(TypedDict):
+    """A row of predictions.jsonl."""
+
+    reader: str
+    row: str
+    index: Index
+    question: str
+    answers: list[str]
+    prediction: str
+    em: Known
+    f1: Known
+
+
+class Device(TypedDict):
+    """A row of devices.jsonl: means over `samples` samples."""
+
+    device: Word
+    samples: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    seconds: Annotated[float, Meta(ge=0, le=1e12)]
+    utilisation: NotRequired[Figure]
+    memory_bytes: NotRequired[Figure]
+    card_bytes: NotRequired[Figure]
+    celsius: NotRequired[Figure]
+    watts: NotRequired[Figure]
+    peak_bytes: NotRequired[Figure]
+    limit_bytes: NotRequired[Figure]
+
+
+class Hardware(TypedDict, total=False):
+    """hardware.json: the run's last devices."""
+
+    devices: Index
+    kind: Word  # platform
+    card: Word  # empty for a CPU
+
+
+class Scaling(TypedDict):
+    """A row of scaling.json, which benchmarks/scaling.py writes."""
+
+    kind: Word
+    scaling: Word
+    target: Word
+    devices: Size
+    length: Size
+    global_batch: Size
+    micro_batch: Index | None
+    accumulation: Index | None
+    remat: Word | None
+    step_seconds: Positive | None
+    step_seconds_least: NotRequired[Positive]
+    step_seconds_most: NotRequired[Positive]
+    tokens_per_second: Positive | None
+    peak_bytes: Known
+    weights_bytes: Known
+    optimizer_bytes: Known
+    activation_bytes: Known
+    peak_from: Word | None
+    parameters: Count
+    config: Word
+    obstacle: Word | None
+    mfu: Known
+
+
+Shape = Annotated[list[Index], Meta(max_length=8)]
+Dtype = Annotated[str, Meta(pattern=r"^(bool|[a-z]+[0-9]{1,3}(_[a-z0-9]+)?)$")]
+
+
+class Leaves(TypedDict):
+    """The part of a checkpoint's record.json that the page shows."""
+
+    leaves: dict[Word, tuple[Shape, Dtype]]
+
+
+class Saved(TypedDict):
+    """A checkpoint's record.json."""
+
+    record: Leaves
+
+
+Slots = Annotated[list[Annotated[list[Known], Meta(max_length=4096)]], Meta(max_length=4096)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +151,11 @@ def read(workdir: Path) -> Run:
         metrics=read_metrics(log) if log.exists() else [],
         logged=datetime.fromtimestamp(log.stat().st_mtime, UTC) if log.exists() else None,
         evaluation=_read(workdir / "eval.json", Results, {}),
-        predictions=_read_rows(workdir / "predictions.jsonl", folder_schema.Prediction),
+        predictions=_read_rows(workdir / "predictions.jsonl", Prediction),
         slots=_read_slots(workdir / "slots.json"),
-        devices=[
-            row for path in sorted(workdir.glob("devices*.jsonl")) for row in _read_rows(path, folder_schema.Device)
-        ],
-        hardware=_read(workdir / "hardware.json", folder_schema.Hardware, {}),
-        scaling=_read(workdir / "scaling.json", list[folder_schema.Scaling], []),
+        devices=[row for path in sorted(workdir.glob("devices*.jsonl")) for row in _read_rows(path, Device)],
+        hardware=_read(workdir / "hardware.json", Hardware, {}),
+        scaling=_read(workdir / "scaling.json", list[Scaling], []),
         leaves=_read_leaves(workdir / "checkpoints"),
         texts={name: _read_text(workdir / name) for name in TEXTS if (workdir / name).exists()},
     )
@@ -96,7 +181,7 @@ def _read_rows(path: Path, kind: Any) -> list[dict[str, Any]]:
 
 def _read_slots(path: Path) -> list[list[float]]:
     """Returns the square matrix of cosines between slots; NaN for null."""
-    found = _read(path, folder_schema.Slots, [])
+    found = _read(path, Slots, [])
     if any(len(row) != len(found) for row in found):
         raise UserError(f"{path}: {len(found)} rows, not all of {len(found)} values; {REMEDY}")
     return _to_nan(found)
@@ -106,7 +191,7 @@ def _read_leaves(folder: Path) -> dict[str, Any]:
     """Returns the shapes of the newest complete checkpoint, which has its final name."""
     steps = [path for path in folder.glob("*/record.json") if path.parent.name.isdecimal()]
     newest = max(steps, key=lambda path: int(path.parent.name), default=None)
-    return _read(newest, folder_schema.Saved, {"record": {"leaves": {}}})["record"]["leaves"] if newest else {}
+    return _read(newest, Saved, {"record": {"leaves": {}}})["record"]["leaves"] if newest else {}
 
 
 def _read_text(path: Path) -> str:

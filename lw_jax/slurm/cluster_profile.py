@@ -1,16 +1,17 @@
 """Cluster profile, a small TOML file, and time limits under its longest job."""
 
-import dataclasses
 import math
 import os
 import re
 import shlex
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from lw_jax.core.config import Train, suggest
+import msgspec
+
+from lw_jax.core import schema
+from lw_jax.core.config import Train
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import expand
 from lw_jax.planning.plans import Plan
@@ -29,8 +30,7 @@ _MODULE = re.compile(r"[\w./+:][\w./+:-]*", re.ASCII)
 _GPUS = re.compile(r"--(gres=gpu:|gpus-per-node=)([\w.-]+:)?\{count\}", re.ASCII)
 
 
-@dataclasses.dataclass(frozen=True)
-class Site:
+class Site(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of one cluster; the fields are the keys of the TOML file, all optional.
 
     Raises:
@@ -47,22 +47,21 @@ class Site:
     max_hours: float = math.inf
     cpus_per_gpu: int = 8
     scratch: str = ""  # a folder shared by all nodes, for compiled programs
-    file: dataclasses.InitVar[str] = "site profile"  # for messages only
 
-    def __post_init__(self, file: str) -> None:
+    def __post_init__(self) -> None:
         for key in ("partition", "account", "qos", "constraint"):
             rule = "letters, digits and any of _.,:@/&|*()[]+=!- are allowed"
-            _require(_WORD.fullmatch(getattr(self, key)), file, key, getattr(self, key), rule)
+            _require(_WORD.fullmatch(getattr(self, key)), key, getattr(self, key), rule)
         rule = 'write --gpus-per-node={count} or --gres=gpu:{count}, with a type as in "--gres=gpu:h100:{count}"'
-        _require(_GPUS.fullmatch(self.gpus), file, "gpus", self.gpus, rule)
+        _require(_GPUS.fullmatch(self.gpus), "gpus", self.gpus, rule)
         for module in self.modules:
-            _require(_MODULE.fullmatch(module), file, "modules", module, "a module's name is needed, as cuda/12.4")
+            _require(_MODULE.fullmatch(module), "modules", module, "a module's name is needed, as cuda/12.4")
         for line in self.setup:
-            _require(_is_shell_line(line), file, "setup", line, "one whole shell line is needed, every quote closed")
-        _require(self.max_hours >= 0.5, file, "max_hours", self.max_hours, "at least 0.5 hours are needed")
-        _require(1 <= self.cpus_per_gpu <= 256, file, "cpus_per_gpu", self.cpus_per_gpu, "1 to 256 are allowed")
+            _require(_is_shell_line(line), "setup", line, "one whole shell line is needed, every quote closed")
+        _require(self.max_hours >= 0.5, "max_hours", self.max_hours, "at least 0.5 hours are needed")
+        _require(1 <= self.cpus_per_gpu <= 256, "cpus_per_gpu", self.cpus_per_gpu, "1 to 256 are allowed")
         absolute = not self.scratch or (self.scratch.startswith("/") and self.scratch.isprintable())
-        _require(absolute and "$" not in self.scratch, file, "scratch", self.scratch, "an absolute path is needed")
+        _require(absolute and "$" not in self.scratch, "scratch", self.scratch, "an absolute path is needed")
 
 
 class Limit(NamedTuple):
@@ -90,16 +89,9 @@ def read_site(file: Path) -> Site:
         values = tomllib.loads(file.read_text("utf-8-sig"))
     except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise UserError(f"{file}: {error}; a readable TOML file is needed, see docs/slurm.md.") from error
-    defaults = {field.name: field.default for field in dataclasses.fields(Site)}
-    for key, value in values.items():
-        if key not in defaults:
-            raise UserError(f"{file}: {key}: unknown key.{suggest(key, defaults)} docs/slurm.md lists them all.")
-        kind, holds = _KINDS[type(defaults[key])]
-        _require(holds(value), str(file), key, value, f"{kind} is needed")
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    if "scratch" in values:
-        values["scratch"] = os.path.expandvars(os.path.expanduser(values["scratch"]))
-    return Site(**values, file=str(file))
+    if isinstance(scratch := values.get("scratch"), str):
+        values["scratch"] = os.path.expandvars(os.path.expanduser(scratch))
+    return schema.convert(values, Site, where=str(file), remedy="docs/slurm.md lists every key")
 
 
 def limit(hours: float, *, step_seconds: float, checkpoint_seconds: float, basis: str, site: Site) -> Limit:
@@ -168,9 +160,9 @@ def clock(minutes: int) -> str:
     return f"{days}-{rest // 60:02}:{rest % 60:02}:00"
 
 
-def _require(holds: object, file: str, key: str, value: Any, rule: str) -> None:
+def _require(holds: object, key: str, value: object, rule: str) -> None:
     if not holds:
-        raise UserError(f"{file}: {key} = {value!r}: {rule}.")
+        raise UserError(f"{key} = {value!r}: {rule}")
 
 
 def _is_shell_line(line: str) -> bool:
@@ -178,11 +170,3 @@ def _is_shell_line(line: str) -> bool:
         return line.isprintable() and bool(shlex.split(line, comments=True)) and not line.endswith("\\")
     except ValueError:  # a quote without its end
         return False
-
-
-_KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
-    str: ("a string", lambda value: isinstance(value, str)),
-    int: ("a whole number", lambda value: type(value) is int),
-    float: ("a number", lambda value: type(value) in (int, float)),
-    tuple: ("a list of strings", lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v)),
-}

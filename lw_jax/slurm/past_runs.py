@@ -54,7 +54,7 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
     workdir = expand(workdir).absolute()
     old = read_config(workdir)
     _check_run(workdir, old, cfg)
-    hardware = _read_hardware(workdir)
+    hardware = hardware_record.read(workdir)
     _check_machine(workdir, hardware, plan)
     log = workdir / "metrics.jsonl"
     rows = [row for row in read_metrics(log) if row["step"] > hardware.since_step] if log.exists() else []
@@ -73,15 +73,6 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
         peak_bytes=max(peaks, default=None),
         differences=(*_placed_otherwise(hardware, plan.chosen), *changes),
     )
-
-
-def _read_hardware(workdir: Path) -> HardwareRecord:
-    try:
-        return hardware_record.read(workdir)
-    except FileNotFoundError as error:
-        rule = "training writes it, since this version: let a run of a few steps be made there"
-        file = workdir / hardware_record.FILE
-        raise UserError(f"{file}: missing, so that nobody knows what was measured on; {rule}.") from error
 
 
 def _check_run(workdir: Path, old: Config, cfg: Config) -> None:

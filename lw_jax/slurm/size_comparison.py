@@ -2,11 +2,10 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Sequence
 
 from lw_jax.core.config import Config
-from lw_jax.planning import plan_tables
+from lw_jax.planning import gpus, plan_tables
 from lw_jax.planning.planner import SIZES, kept, make
 from lw_jax.planning.plans import Plan
 
@@ -17,10 +16,10 @@ def other_sizes(cfg: Config, plan: Plan) -> Sequence[Plan]:
     Uses cached compiled plans and compiles none. If one is missing, all sizes are estimated, the job's own too (see
     `compare`). Returns nothing where the command line sets the placement, or for a run without steps.
     """
-    card = re.fullmatch(r"(?:\d+x)?([a-z]\w*?)x\d+", plan.target)
-    if card is None or cfg.mesh.placement != "auto" or not cfg.train.steps:
+    if cfg.mesh.placement != "auto" or not cfg.train.steps:
         return []
-    targets = [target for count in SIZES.values() if (target := f"{card[1]}x{count}") != plan.target]
+    card = gpus.parse(plan.target).card.name
+    targets = [target for count in SIZES.values() if (target := f"{card}x{count}") != plan.target]
     compiled = [found for target in targets if plan.compiled and (found := kept(cfg, target))]
     if plan.compiled and len(compiled) == len(targets):
         return compiled

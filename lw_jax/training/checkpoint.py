@@ -16,7 +16,7 @@ import shutil
 import types
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
@@ -26,7 +26,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.files import nearest, whole
 from lw_jax.core.types import Tree
 from lw_jax.training import checkpoint_record, orbax_logs
-from lw_jax.training.checkpoint_record import BEST, RECORD, Damage
+from lw_jax.training.checkpoint_record import BEST, RECORD, Damage, is_gone
 
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a folder that orbax has not committed
 REMOVED = ".removed"  # suffix of a checkpoint that is being removed
@@ -37,12 +37,11 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """Result of `Checkpointer.restore`; `note` names damaged checkpoints that were skipped (else empty)."""
+    """Result of `Checkpointer.restore`."""
 
     step: int
     state: dict[str, Tree]
     data: dict[str, Any]
-    note: str
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # empty: it was not validated
     identity: dict[str, str] = dataclasses.field(default_factory=dict)  # as it was saved
 
@@ -56,8 +55,6 @@ class Checkpointer:
 
     def __init__(self, folder: Path | str, *, keep: int, identity: dict[str, str] | None) -> None:
         """Opens a folder; with None as identity it reads any checkpoint and cannot save."""
-        if keep < 1:
-            raise UserError(f"keep={keep}: must be 1 or more")
         self._folder, self._keep = Path(folder).absolute(), keep
         self._identity = identity
         self._damaged: dict[int, str] = {}  # step -> reason, as the last restoring found
@@ -78,15 +75,7 @@ class Checkpointer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def save(
-        self,
-        step: int,
-        state: dict[str, Tree],
-        *,
-        data: dict[str, Any],
-        metrics: dict[str, float] | None = None,
-        wait: bool = False,
-    ) -> None:
+    def save(self, step: int, state: dict[str, Tree], *, data: dict[str, Any], wait: bool = False) -> None:
         """Starts writing the state and returns once it may be changed or donated; `wait` returns when it is on disk.
 
         The step last saved or restored here is left as it is. Raises UserError when the folder holds this step or a
@@ -99,7 +88,7 @@ class Checkpointer:
         processes.from_first(lambda: self._check_order(step))
         leaves = {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in tree.flatten_paths(state).items()}
         record = {"version": checkpoint_record.VERSION, "step": step, "identity": self._identity, "data": data}
-        record |= {"metrics": metrics or {}, "leaves": leaves}
+        record |= {"metrics": {}, "leaves": leaves}
         self._pending = (step, tree.nbytes(state), json.loads(json.dumps(record)))
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -133,54 +122,61 @@ class Checkpointer:
             raise UserError(f"{path}: its score cannot be added: {error.strerror}; {unchanged}") from error
         self._remove_old()
 
-    def restore(
-        self, abstract_state: dict[str, Tree], *, which: Literal["latest", "best", "best or latest"] = "latest"
-    ) -> Restored | None:
-        """Returns the newest (or best) undamaged checkpoint on the shardings of `abstract_state`, or None if none is.
+    def restore(self, abstract_state: dict[str, Tree], *, best: bool = False) -> Restored | None:
+        """Returns the newest undamaged checkpoint on the shardings of `abstract_state`, or None if none is.
 
-        Process 0 chooses for all. Where a training run removes the chosen one meanwhile, another is chosen.
+        `best`: the one with the best score, the newest where none has any. Process 0 chooses for all. Where a training
+        run removes the chosen one meanwhile, another is chosen.
         Leaves are ShapeDtypeStructs or arrays; one without a sharding goes to the first device. Some of the saved
         top-level keys may be restored alone. Raises UserError when all checkpoints are damaged, when one cannot be
-        read, when none has the metric of "best", and when paths, shapes or dtypes differ from the saved ones.
+        read, and when paths, shapes or dtypes differ from the saved ones.
         """
         self._finish()
         for _ in range(TRIES):
-            chosen = processes.from_first(lambda: self._choose(which))
+            chosen = processes.from_first(lambda: self._choose(best=best))
             if chosen is None:
                 return None
+            if not chosen:
+                continue
             step = chosen["step"]
             folder = self._folder / str(step)
             checkpoint_record.check_leaves(folder, chosen["leaves"], abstract_state)
             with _Reading(folder):
                 state = self._read(step, abstract_state)
                 self._saved = step
-                return Restored(step, state, **{key: chosen[key] for key in ("data", "note", "metrics", "identity")})
-        raise self._replaced()
+                return Restored(step, state, **{key: chosen[key] for key in ("data", "metrics", "identity")})
+        raise UserError(
+            f"{self._folder}: each of {TRIES} checkpoints was replaced while it was read; read when the run has "
+            "ended, or train with a larger train.checkpoint_every"
+        )
 
-    def _choose(self, which: str, tries: int = TRIES) -> dict[str, Any] | None:
-        """Returns step, data, leaves and metrics of the checkpoint to restore, and a note of damage; None: none is."""
+    def _choose(self, *, best: bool) -> dict[str, Any] | None:
+        """Returns step, data, leaves and metrics of the checkpoint to restore; None: none is; tells of damaged ones.
+
+        Empty where training has replaced a checkpoint since they were listed.
+        """
         found = self._read_records()
+        if any(is_gone(self._folder / str(step)) for step in found.keys() - _whole(found)):
+            return {}
         for unread in found.values():
             if isinstance(unread, UserError):
                 raise unread
         records = _whole(found)
         self._damaged = {step: damage.reason for step, damage in found.items() if isinstance(damage, Damage)}
-        for step in self._rank(records, which):
+        for step in _rank(records, best=best):
             folder = self._folder / str(step)
             damage = checkpoint_record.find_damage(folder, records[step]["files"])
             if not damage:
-                note = self._report_damage(f"took {step}")
-                chosen = {key: records[step][key] for key in ("leaves", "data", "metrics", "identity")}
-                return chosen | {"step": step, "note": note}
-            if checkpoint_record.is_gone(folder):  # training has replaced it since it was listed
-                if not tries:
-                    raise self._replaced()
-                return self._choose(which, tries - 1)
+                if self._damaged:
+                    _log.warning("%s: %s; took %d", self._folder, self._describe_damage(), step)
+                return {key: records[step][key] for key in ("leaves", "data", "metrics", "identity")} | {"step": step}
+            if is_gone(folder):
+                return {}
             self._damaged[step] = damage
         if self._damaged:
             raise UserError(
-                f"{self._folder}: no usable checkpoint, {self._report_damage('none is left')}; bring one back from "
-                "a copy, or start anew with another --workdir"
+                f"{self._folder}: no usable checkpoint, {self._describe_damage()}; none is left; bring one back from a "
+                "copy, or start anew with another --workdir"
             )
         return None
 
@@ -235,32 +231,9 @@ class Checkpointer:
         folder = next(path for path in self._list() if path.name.startswith(f"{step}{UNFINISHED}"))
         checkpoint_record.write_record(folder / RECORD, record | {"files": checkpoint_record.measure_files(folder)})
 
-    def _read_records(self, tries: int = TRIES) -> dict[int, dict[str, Any] | Damage | UserError]:
+    def _read_records(self) -> dict[int, dict[str, Any] | Damage | UserError]:
         """Returns step -> record, its damage, or the refusal of what cannot be read, of every checkpoint."""
-        found = {int(path.name): checkpoint_record.read_record(path / RECORD) for path in self._list_steps()}
-        if any(checkpoint_record.is_gone(self._folder / str(step)) for step in found.keys() - _whole(found)):
-            if not tries:
-                raise self._replaced()
-            return self._read_records(tries - 1)  # training has replaced it since it was listed
-        return found
-
-    def _replaced(self) -> UserError:
-        return UserError(
-            f"{self._folder}: each of {TRIES} checkpoints was replaced while it was read; read when the run has "
-            "ended, or train with a larger train.checkpoint_every"
-        )
-
-    def _rank(self, records: dict[int, dict[str, Any]], which: str) -> list[int]:
-        if which not in ("latest", "best", "best or latest"):
-            raise UserError(f"checkpoint {which!r} is not one of latest, best, best or latest")
-        scored = checkpoint_record.scores(records)
-        if which == "best" and records and not scored:
-            raise UserError(
-                f"{self._folder}: none of the checkpoints {sorted(records)} has the metric {BEST!r}; take the latest, "
-                "or train with train.eval_every > 0"
-            )
-        best = [] if which == "latest" else sorted(scored, key=lambda step: (scored[step], -step))
-        return best if which == "best" else best + sorted(records.keys() - set(best), reverse=True)
+        return {int(path.name): checkpoint_record.read_record(path / RECORD) for path in self._list_steps()}
 
     def _read(self, step: int, abstract_state: dict[str, Tree]) -> dict[str, Tree]:
         first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -283,20 +256,15 @@ class Checkpointer:
                 "from the latest, or give another --workdir"
             )
 
-    def _report_damage(self, outcome: str) -> str:
-        if not self._damaged:
-            return ""
-        named = "; ".join(f"checkpoint {step} is damaged ({why})" for step, why in sorted(self._damaged.items()))
-        note = f"{named}; {outcome}"
-        _log.warning("%s: %s", self._folder, note)
-        return note
+    def _describe_damage(self) -> str:
+        return "; ".join(f"checkpoint {step} is damaged ({why})" for step, why in sorted(self._damaged.items()))
 
     def _remove_old(self) -> None:
         """Removes damaged checkpoints and all but the newest and the best; none that could not be read."""
         found = self._read_records()
         unread = {step for step, record in found.items() if isinstance(record, UserError)}
         records = {step: record for step, record in _whole(found).items() if step not in self._damaged}
-        best = self._rank(records, "best or latest")[:1]
+        best = _rank(records, best=True)[:1]
         preserved = unread.union(sorted(records)[-self._keep :], best)
         self._remove(self._folder / str(step) for step in found if step not in preserved)
         self._damaged = {}
@@ -347,6 +315,12 @@ def _whole(found: dict[int, dict[str, Any] | Damage | UserError]) -> dict[int, d
     return {step: record for step, record in found.items() if isinstance(record, dict)}
 
 
+def _rank(records: dict[int, dict[str, Any]], *, best: bool) -> list[int]:
+    """Returns the steps in the order in which they are restored: the newest first, or by score before those without."""
+    scored = checkpoint_record.scores(records) if best else {}
+    return sorted(scored, key=lambda step: (scored[step], -step)) + sorted(records.keys() - scored, reverse=True)
+
+
 def read_best(workdir: Path, trainable: Tree, *, identity: dict[str, Any] | None) -> Restored:
     """Returns the trainable parameters of a run's best checkpoint (the latest where none was validated).
 
@@ -358,7 +332,7 @@ def read_best(workdir: Path, trainable: Tree, *, identity: dict[str, Any] | None
       UserError: there is no checkpoint yet, or as `Checkpointer.restore`.
     """
     with Checkpointer(workdir / "checkpoints", keep=1, identity=identity) as checkpointer:
-        restored = checkpointer.restore({"trainable": trainable}, which="best or latest")
+        restored = checkpointer.restore({"trainable": trainable}, best=True)
     if restored is None:
         raise UserError(f"{workdir}: no checkpoint yet; train first: python run.py --config FILE --workdir {workdir}")
     return restored

@@ -9,6 +9,7 @@ import msgspec
 
 from lw_jax.core import schema
 from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
 from lw_jax.training.run_folder import read_metrics
 from sharding.placement import Placement
@@ -30,13 +31,12 @@ class HardwareRecord(msgspec.Struct, frozen=True):
 
 
 def read(workdir: Path) -> HardwareRecord:
-    """Returns the record of a run's folder.
-
-    Raises:
-      FileNotFoundError: there is none.
-      UserError: it cannot be read.
-    """
-    return schema.read(workdir / FILE, HardwareRecord, remedy="the file must be as training wrote it: remove it")
+    """Returns the record of a run's folder; raises UserError where there is none or it cannot be read."""
+    try:
+        return schema.read(workdir / FILE, HardwareRecord, remedy="the file must be as training wrote it: remove it")
+    except FileNotFoundError as error:
+        rule = "training writes it: let a run of a few steps be made there"
+        raise UserError(f"{workdir / FILE}: missing, so that nobody knows what was measured on; {rule}") from error
 
 
 def write(workdir: Path, cfg: Config, placement: Placement, *, card: str) -> None:

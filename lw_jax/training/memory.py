@@ -47,42 +47,32 @@ def measure(step_spec: StepSpec, widths: Tree, accumulation: int, *, compile: Co
     parts = step_spec.lower(widths, accumulation)
     compiled = {name: (compile(part.lowered), part) for name, part in parts.items()}
     state, batch = step_spec.state, step_spec.batch(widths, accumulation)
-    resident = {mesh: _Resident(weights=size) for mesh, size in step_spec.frozen_bytes().items()}
-    learner = step_spec.placement.learner
-    resident[learner].trainable = place.device_bytes(state["trainable"])
-    resident[learner].optimizer = place.device_bytes(state["opt_state"])
-    resident[learner].batch = place.device_bytes({key: value for key, value in batch.items() if key != "readers"})
+    learner, nothing = step_spec.placement.learner, dict.fromkeys(("trainable", "optimizer", "batch"), 0)
+    # Bytes that stay on a device between programs.
+    resident = {mesh: {"weights": size, **nothing} for mesh, size in step_spec.frozen_bytes().items()}
+    resident[learner] |= {
+        "trainable": place.device_bytes(state["trainable"]),
+        "optimizer": place.device_bytes(state["opt_state"]),
+        "batch": place.device_bytes({key: value for key, value in batch.items() if key != "readers"}),
+    }
     for name, at in step_spec.placement.readers.items():
         here = resident[at.mesh]
-        here.batch += place.device_bytes(batch["readers"][name])
+        here["batch"] += place.device_bytes(batch["readers"][name])
         if step_spec.placement.on_several_meshes and at.mesh != learner:
-            here.trainable += place.device_bytes(step_spec.recipe.part(name, state["trainable"]))
+            here["trainable"] += place.device_bytes(step_spec.recipe.part(name, state["trainable"]))
     donated = place.device_bytes(state)
-    peaks = [resident[mesh].total + _working(compiled, mesh, donated) for mesh in step_spec.placement.meshes]
-    fullest = max(range(len(peaks)), key=peaks.__getitem__)
-    worst = resident[step_spec.placement.meshes[fullest]]
+    held = [sum(resident[mesh].values()) for mesh in step_spec.placement.meshes]
+    working = [_working(compiled, mesh, donated) for mesh in step_spec.placement.meshes]
+    peaks = [stays + most for stays, most in zip(held, working, strict=True)]
+    fullest = peaks.index(max(peaks))
     return StepMemory(
         micro_batch=step_spec.cut(accumulation).micro_batch,
         accumulation=accumulation,
-        **dataclasses.asdict(worst),
-        activations=peaks[fullest] - worst.total,
+        **resident[step_spec.placement.meshes[fullest]],
+        activations=working[fullest],
         by_mesh=tuple(peaks),
         programs=compiled,
     )
-
-
-@dataclasses.dataclass
-class _Resident:
-    """Bytes that stay on a device between programs."""
-
-    weights: int = 0
-    trainable: int = 0
-    optimizer: int = 0
-    batch: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.trainable + self.optimizer + self.batch
 
 
 def _working(compiled: Mapping[str, tuple[Any, train_step.Part]], mesh: Mesh, state: int) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from lw_jax.core.types import Tree
 from lw_jax.data.data_schedule import DataSchedule, example_shapes
 from lw_jax.data.loader import Loader
 from lw_jax.training import (
-    divergence,
     evaluation_memory,
     memory_limit,
     micro_batch_search,
@@ -36,6 +36,10 @@ from lw_jax.training.train_step import State
 from lw_jax.training.validation_loop import ValidationLoop
 
 StopRequested = Callable[[int], bool]
+REMEDY = (  # of a collapse
+    "The checkpoint is kept. To continue anyway: --config.train.alarm=warn, or a later train.alarm_step. To repair: a "
+    "lower optim.learning_rate, adapter.start='aligned', stages.pretrain.share, more examples"
+)
 
 
 @dataclasses.dataclass
@@ -223,7 +227,7 @@ class Run:
         """Reports the last step's values, a step late, so that the devices never wait for the host."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            divergence.check_finite(*pending, self.cfg, saved=self._saved)
+            _check_finite(*pending, self.cfg, saved=self._saved)
             self.reporter.report(*pending, final=final)
 
     def _save(self, step: int, loader: Loader, *, wait: bool) -> None:
@@ -261,10 +265,11 @@ class Run:
             return False
         say(f"step {step}  validation  {self.validation_loop.describe(values)}")
         self.reporter.log(step, {f"validation/{name}": value for name, value in values.items()})
-        if collapse := divergence.find_collapse(step, values, self.cfg, self.recipe):
+        alarm = preflight.alarm_step(self.cfg.train)
+        if alarm and step >= alarm and (collapse := self.recipe.collapse(step, values)):
             say(collapse)
             if self.cfg.train.alarm == "stop":
-                raise UserError(f"{collapse}. {divergence.REMEDY}")
+                raise UserError(f"{collapse}. {REMEDY}")
         if values:
             self.checkpointer.add_score(step, values["loss"])
         return True
@@ -310,3 +315,25 @@ class Run:
             return int(self.state["step"])
         except jax.errors.JaxRuntimeError:  # an output of the failed program raises its error when it is read
             return None
+
+
+def _check_finite(step: int, values: Tree, cfg: Config, *, saved: int | None) -> None:
+    """Raises UserError for a non-finite loss or gradient norm; `saved` is the newest checkpoint."""
+    found = {name: float(value) for name, value in values.items()}
+    wrong = [name for name, value in found.items() if not math.isfinite(value)]
+    fatal = [name for name in ("loss", "grad_norm") if name in wrong]
+    if not fatal:
+        return
+    line = f"step {step}: " + ", ".join(f"train/{name} is {found[name]}" for name in fatal)
+    if others := [name for name in wrong if name not in fatal]:
+        line += f" (so is {', '.join(others)})"
+    if step == 1 and "loss" in fatal:
+        raise UserError(
+            f"{line}, before the first update: caused by a weight, an example or compute.dtype={cfg.compute.dtype}; "
+            "load other weights, or set --config.compute.dtype=fp32"
+        )
+    checkpoint = "no checkpoint was saved yet" if saved is None else f"checkpoint {saved} is kept"
+    raise UserError(
+        f"{line}; {checkpoint}. Lower optim.learning_rate={cfg.optim.learning_rate} or "
+        f"optim.clip_norm={cfg.optim.clip_norm}, or raise optim.warmup_steps"
+    )

@@ -98,7 +98,7 @@ CHOSEN = StepCandidate(
 PLAN = StepPlan(
     target="h100x2", devices=2, per_host=2, compiled=True, hours=3.2, host_memory_bytes=20 * 2**30, chosen=CHOSEN
 )
-QUESTION = 'it\'s {question}\nor "not" $HOME'
+QUESTION = 'it\'s {question}\nor "not" $HOME `id` $(id) a\\b * ; exit 9\n#SBATCH --account=other'
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_finished_job_has_called_training_with_the_exact_words_in_the_users_fold
     for name in around:  # of the shell in which the file is submitted by hand
         monkeypatch.setenv(name, "7")
     submit(write())
-    assert read(cluster)["code"] == 0 and requeues(cluster) == []
+    assert read(cluster)["code"] == 0 and requeues(cluster) == [] and "account" not in read(cluster)["options"]
     log = cluster / "runs" / "my run" / "logs" / f"my-run-{JOB_ID}.log"
     assert Path(read(cluster)["log"]) == log and log.read_text(encoding="utf-8") == "training 0\n"
     call = json.loads((cluster / "project folder" / "call0.json").read_text(encoding="utf-8"))

@@ -86,10 +86,6 @@ def test_sizes_that_cannot_be_compared_cost_no_job(call, tmp_path: Path, monkeyp
     assert "other sizes are not compared: " in told and told.splitlines()[-1].startswith("16xh100x8")
 
 
-def test_word_for_a_size_is_planned_on_the_configurations_card(call) -> None:
-    assert call(target="dual") == ["h100x2"]
-
-
 def test_file_of_ours_is_written_anew_and_any_other_is_kept(call, tmp_path: Path) -> None:
     file = tmp_path / "own.sh"
     call(output=str(file))

@@ -135,12 +135,6 @@ def test_accumulation_keeps_the_flops_and_sums_gradients_in_a_copy(root):
     assert parts.needs.activations < whole.needs.activations + whole.needs.trainable
 
 
-def test_recomputation_trades_flops_for_bytes(root):
-    none, full = (estimate_of(make_program(root, compute__remat=remat)) for remat in ("none", "full"))
-    assert full.flops > none.flops and full.needs.activations < none.needs.activations
-    assert full.needs.weights == none.needs.weights
-
-
 def test_readers_apart_take_what_is_shared_and_the_slowest_reader(root):
     whole, apart = (
         estimate_of(make_program(root, name, n), target="h100x2") for name, n in (("single", 1), ("split", 2))

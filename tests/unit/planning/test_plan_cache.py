@@ -113,25 +113,14 @@ def test_another_model_under_the_same_path_is_another_plan(root, tmp_path, where
     assert plan_cache.path(cfg, "h100x2") != first
 
 
-def test_code_that_shapes_a_step_is_known_by_its_content_and_no_other(tmp_path, monkeypatch):
-    for folder in ("lw_jax", "sharding"):
-        shutil.copytree(plan_cache.ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    own = plan_cache.code()
-    assert all(list(plan_cache.ROOT.glob(pattern)) for pattern in plan_cache.SHAPING)
+def test_other_code_is_another_plan(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_cache, "ROOT", tmp_path)
-
-    def after(name: str) -> str:
-        with (tmp_path / name).open("a") as file:
-            file.write("\n")
-        return plan_cache.code()
-
-    for name in ("commands/plan", "slurm/job", "report/page", "training/checkpoint", "training/reporter", "data/rows"):
-        assert after(f"lw_jax/{name}.py") == own, name
-    seen = {own}
-    for name in ("models/decoder", "losses/chunked", "recipes/dpo", "training/train_step", "planning/roofline"):
-        seen.add(after(f"lw_jax/{name}.py"))
-    seen.add(after("sharding/tables.py"))
-    assert len(seen) == 7
+    seen = set()
+    for name in ("lw_jax/models/decoder.py", "lw_jax/version.py", "sharding/tables.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+        seen.add(plan_cache.code())
+    assert len(seen) == 3
 
 
 # ---- that the keys left out do not shape a step

@@ -168,6 +168,9 @@ def test_what_fits_nowhere_is_refused_with_every_reason(root, measure):
         planner.resolve_auto(make_searched_config(root, mesh__memory_gb=1e-4))
     for strategy in ("single", "replicate", "fsdp", "tensor", "split", "hybrid4"):
         assert f"{strategy} " in str(caught.value)
+    more = make_searched_config(root, mesh__memory_gb=2.5e-4, mesh__target_utilisation=1.0)
+    with pytest.raises(PlacementError, match="weights in 8 bits "):  # rows of these readers are no whole blocks of 64
+        planner.resolve_auto(more)
     assert measure.asked == []
 
 
@@ -364,13 +367,6 @@ def test_flags_of_a_split_over_pairs_keep_the_pairs(root):
         **{"mesh.placement": "split", "mesh.data": -1, "mesh.model": 2},
         **{"train.micro_batch": row.micro_batch, "compute.remat": row.remat},
     }
-
-
-def test_a_machine_at_hand_that_holds_nothing_says_the_same(root, measure):
-    """Rows of these tiny readers are no whole blocks of 64, so that 8 bits alone are named."""
-    cfg = make_searched_config(root, mesh__memory_gb=2.5e-4, mesh__target_utilisation=1.0)
-    with pytest.raises(PlacementError, match="weights in 8 bits "):
-        planner.resolve_auto(cfg)
 
 
 def test_the_machine_at_hand_is_described_by_what_it_reports(root, monkeypatch):

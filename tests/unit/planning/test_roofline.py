@@ -18,7 +18,7 @@ def matmul(m: int, k: int, n: int, *, arithmetic: str = "bf16", executed: int = 
 
 
 def predict(*kernels: Kernel, collectives: tuple[Collective, ...] = (), target=H100):
-    return roofline.predict(Program(kernels, collectives, ()), target)
+    return roofline.predict(Program(kernels, collectives), target)
 
 
 def test_large_product_takes_its_arithmetic():

@@ -48,7 +48,7 @@ def test_encoder_on_another_body_or_tokenizer_is_refused(root, tmp_path, folder,
     saved = tiny.make_recipe(root, **lm).identity()
 
     def read(identity, **changes):
-        restored = checkpoint.Restored(1, {"trainable": "theirs"}, data={}, note="", identity=identity)
+        restored = checkpoint.Restored(1, {"trainable": "theirs"}, data={}, identity=identity)
         monkeypatch.setattr(checkpoint, "read_best", lambda *_, **__: restored)
         return join.read_trainable(tiny.make_config(root, encoder__run=folder, **lm | changes), {})
 

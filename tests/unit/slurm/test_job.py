@@ -65,41 +65,32 @@ def resolve(**changes: Any) -> config.Config:
 
 
 @pytest.mark.parametrize(
-    ("hours", "max_hours", "minutes", "requeues"),
+    ("changes", "max_hours", "minutes", "requeues"),
     [
-        (3.2, math.inf, 270, 0),  # 4.41 h
-        (0.01, math.inf, 30, 0),  # 0.263 h
-        (1.0, math.inf, 105, 0),  # 1.55 h
-        (3.2, 4.5, 270, 0),
-        (3.2, 4.45, 267, 0),  # cut to the site's longest, which still is enough
-        (3.2, 2.0, 120, 2),  # 4.16 h of training in runs of 1.7 h
-        (100.0, 48.0, 2880, 2),  # 130 h in runs of 47.7 h
+        ({}, math.inf, 270, 0),  # of 3.2 h: 4.41 h
+        ({"hours": 0.01}, math.inf, 30, 0),  # 0.263 h
+        ({"hours": 1.0}, math.inf, 105, 0),  # 1.55 h
+        ({"checkpoint_seconds": 3.2 * 3600}, 4.5, 270, 0),  # one job holds the run: it needs no checkpoint on the way
+        ({}, 4.45, 267, 0),  # cut to the site's longest, which still is enough
+        ({}, 2.0, 120, 2),  # 4.16 h of training in runs of 1.7 h
+        ({"hours": 100.0}, 48.0, 2880, 2),  # 130 h in runs of 47.7 h
+        ({"checkpoint_seconds": 6119.0}, 2.0, 120, 2),  # 2 h less 0.25 h to start and 180 s of notice are 6120 s
     ],
 )
-def test_time_is_the_predicted_with_margin_and_what_exceeds_the_site_is_requeued(hours, max_hours, minutes, requeues):
-    assert limit(change(hours=hours), Site(max_hours=max_hours))[:2] == (minutes, requeues)
+def test_time_is_the_predicted_with_margin_and_what_exceeds_the_site_is_requeued(changes, max_hours, minutes, requeues):
+    assert limit(change(**changes), Site(max_hours=max_hours))[:2] == (minutes, requeues)
 
 
 @pytest.mark.parametrize(
-    ("checkpoint_seconds", "held"),
-    [(6119.0, True), (6121.0, False)],  # 2 h less 0.25 h to start and 180 s of notice are 6120 s
+    ("changes", "max_hours", "told"),
+    [
+        ({"checkpoint_seconds": 6121.0}, 2.0, r"max_hours = 2:.*102\.0 min.*checkpoint_every to 874"),
+        ({"step_seconds": 500.0}, 0.5, r"max_hours = 0\.5"),
+    ],
 )
-def test_limit_below_start_up_and_one_checkpoint_interval_is_refused_with_what_would_fit(checkpoint_seconds, held):
-    job, site = change(checkpoint_seconds=checkpoint_seconds), Site(max_hours=2.0)
-    if held:
-        assert limit(job, site).requeues == 2
-        return
-    with pytest.raises(UserError, match=r"max_hours = 2:.*102\.0 min.*checkpoint_every to 874"):
-        limit(job, site)
-
-
-def test_run_that_one_job_holds_needs_no_checkpoint_on_the_way() -> None:
-    assert limit(change(checkpoint_seconds=3.2 * 3600), Site(max_hours=4.5)).requeues == 0
-
-
-def test_site_whose_longest_job_leaves_no_time_to_train_is_refused() -> None:
-    with pytest.raises(UserError, match=r"max_hours = 0\.5"):
-        limit(change(step_seconds=500.0), Site(max_hours=0.5))
+def test_limit_that_leaves_no_time_to_train_or_to_a_checkpoint_is_refused(changes, max_hours, told):
+    with pytest.raises(UserError, match=told):
+        limit(change(**changes), Site(max_hours=max_hours))
 
 
 def make(plan: StepPlan = PLAN, site: Site = SITE, workdir: str = "/runs/mine", **values: Any) -> Job:

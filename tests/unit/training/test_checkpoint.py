@@ -51,20 +51,21 @@ def assert_same_bits(one: dict, other: dict) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def fill(folder: Path, steps=(2, 3, 5), *, keep: int = 3, nll=None) -> None:
+def fill(folder: Path, steps=(2, 3, 5), *, keep: int = 3, nll: dict[int, float] | None = None) -> None:
     with Checkpointer(folder, keep=keep, identity=IDENTITY) as checkpointer:
         for step in steps:
-            metrics = {"nll": nll[step]} if nll and step in nll else None
-            checkpointer.save(step, make_state(value=step), data={"next_index": 10 * step}, metrics=metrics)
+            checkpointer.save(step, make_state(value=step), data={"next_index": 10 * step})
+            if nll and step in nll:
+                checkpointer.add_score(step, nll[step])
 
 
 def reopen(folder: Path, *, keep: int = 3, identity=None) -> Checkpointer:
     return Checkpointer(folder, keep=keep, identity=identity or IDENTITY)
 
 
-def restore(folder: Path, which="latest", *, keep: int = 3, target: dict | None = None) -> checkpoint.Restored:
-    with reopen(folder, keep=keep) as checkpointer:
-        found = checkpointer.restore(abstract(make_state()) if target is None else target, which=which)
+def restore(folder: Path, *, best: bool = False, target: dict | None = None) -> checkpoint.Restored:
+    with reopen(folder) as checkpointer:
+        found = checkpointer.restore(abstract(make_state()) if target is None else target, best=best)
     assert found is not None
     return found
 
@@ -81,7 +82,7 @@ def test_state_written_on_eight_devices_restores_bit_for_bit_on_two(tmp_path):
         checkpointer.save(7, written, data={"next_index": 42})
     target = make_state(2, value=0.0)
     restored = restore(tmp_path, target=abstract(target))
-    assert (restored.step, restored.data, restored.note) == (7, {"next_index": 42}, "")
+    assert (restored.step, restored.data) == (7, {"next_index": 42})
     assert_same_bits(restored.state, written)
     for leaf, wanted in zip(jax.tree.leaves(restored.state), jax.tree.leaves(target), strict=True):
         assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
@@ -103,7 +104,7 @@ def test_damaged_best_leaves_the_next_best_and_then_the_newest_without_a_score(t
     for damaged, left in ((None, 2), (2, 1), (1, 3)):
         if damaged:
             flip(chunk(tmp_path / str(damaged)))
-        assert restore(tmp_path, "best or latest").step == left
+        assert restore(tmp_path, best=True).step == left
     (tmp_path / "3" / RECORD).unlink()
     with pytest.raises(UserError, match=str(tmp_path)) as caught:
         restore(tmp_path)
@@ -164,11 +165,11 @@ def test_damaged_newest_is_named_and_the_previous_one_taken(tmp_path, caplog, ki
         restored = checkpointer.restore(abstract(make_state()))
         assert (restored.step, restored.data) == (3, {"next_index": 30})
         assert_same_bits(restored.state, make_state(value=3))
-        assert re.search(rf"checkpoint 5 .*{named}", restored.note) and restored.note in caplog.text
+        assert re.search(rf"checkpoint 5 .*{named}.*took 3", caplog.text)
         # The run goes on to the damaged step, which is then written anew.
         checkpointer.save(5, make_state(value=50), data={"next_index": 500})
     restored = restore(tmp_path)
-    assert (restored.step, restored.data, restored.note) == (5, {"next_index": 500}, "")
+    assert (restored.step, restored.data) == (5, {"next_index": 500})
 
 
 def fail_at(patch: pytest.MonkeyPatch, file: Path, code: int) -> None:
@@ -189,15 +190,15 @@ def fail_at(patch: pytest.MonkeyPatch, file: Path, code: int) -> None:
 def test_best_checkpoint_that_cannot_be_read_for_a_while_outlives_later_saves(tmp_path, monkeypatch):
     with Checkpointer(tmp_path, keep=1, identity=IDENTITY) as checkpointer:
         for step, nll in ((2, 1.0), (3, 4.0)):
-            checkpointer.save(step, make_state(value=step), data={}, metrics={"nll": nll}, wait=True)
+            checkpointer.save(step, make_state(value=step), data={})
+            checkpointer.add_score(step, nll)
         with monkeypatch.context() as patch:
             fail_at(patch, tmp_path / "2" / RECORD, errno.ESTALE)
             checkpointer.save(4, make_state(value=4), data={}, wait=True)
             checkpointer.add_score(4, 3.0)
         checkpointer.save(5, make_state(value=5), data={}, wait=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "5"]
-    best = restore(tmp_path, "best")
-    assert (best.step, best.note) == (2, "")
+    assert restore(tmp_path, best=True).step == 2
 
 
 @pytest.mark.parametrize("find", [lambda folder: folder / RECORD, chunk])
@@ -212,7 +213,7 @@ def test_checkpoint_that_cannot_be_read_is_refused_and_no_older_one_taken(tmp_pa
             with pytest.raises(UserError, match="checkpoint 5"):
                 checkpointer.save(5, make_state(), data={})
         restored = checkpointer.restore(abstract(make_state()))
-    assert (restored.step, restored.note) == (5, "")
+    assert restored.step == 5
 
 
 def test_partial_write_is_never_a_checkpoint_and_goes_with_the_next_save(tmp_path):
@@ -258,11 +259,14 @@ def replace_newest(folder: Path) -> None:
     newest = max(int(path.name) for path in folder.iterdir())
     with reopen(folder, keep=1) as checkpointer:
         checkpointer.restore(abstract(make_state()))
-        checkpointer.save(newest + 1, make_state(value=newest + 1), data={}, metrics={"nll": 1 / newest})
+        checkpointer.save(newest + 1, make_state(value=newest + 1), data={})
+        checkpointer.add_score(newest + 1, 1 / newest)
 
 
 @pytest.mark.parametrize("moment", ["read_record", "find_damage", "_read"])
-def test_reader_takes_the_next_checkpoint_where_training_removes_the_one_it_reads(tmp_path, monkeypatch, moment):
+def test_reader_takes_the_next_checkpoint_where_training_removes_the_one_it_reads(
+    tmp_path, monkeypatch, caplog, moment
+):
     fill(tmp_path / "checkpoints", [1], keep=1)
     owner = checkpoint.Checkpointer if moment == "_read" else checkpoint_record
     original, calls = getattr(owner, moment), []
@@ -275,7 +279,7 @@ def test_reader_takes_the_next_checkpoint_where_training_removes_the_one_it_read
 
     monkeypatch.setattr(owner, moment, after_replacement)
     restored = checkpoint.read_best(tmp_path, abstract(make_state())["trainable"], identity=None)
-    assert (restored.step, restored.note) == (2, "")
+    assert restored.step == 2 and "damaged" not in caplog.text
     assert_same_bits(restored.state, {"trainable": make_state(value=2)["trainable"]})
 
 
@@ -343,14 +347,6 @@ def test_disk_full_at_the_record_leaves_no_checkpoint(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
 
 
-def test_what_cannot_be_asked_for_is_refused(tmp_path):
-    fill(tmp_path, [2])
-    with pytest.raises(UserError, match="'nll'"):
-        restore(tmp_path, "best")
-    with pytest.raises(UserError, match="keep=0"):
-        reopen(tmp_path, keep=0)
-
-
 def test_score_comes_to_the_checkpoint_afterwards_and_decides_the_best(tmp_path):
     with Checkpointer(tmp_path, keep=2, identity=IDENTITY) as checkpointer:
         for step, nll in ((1, float("nan")), (2, 1.0), (3, 2.0), (4, 3.0), (5, None)):
@@ -358,7 +354,7 @@ def test_score_comes_to_the_checkpoint_afterwards_and_decides_the_best(tmp_path)
             if nll is not None:
                 checkpointer.add_score(step, nll)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "5"]
-    newest, best = restore(tmp_path), restore(tmp_path, "best")
-    assert (newest.step, newest.metrics, newest.note) == (5, {}, "")
-    assert (best.step, best.metrics, best.note) == (2, {"nll": 1.0}, "")
+    newest, best = restore(tmp_path), restore(tmp_path, best=True)
+    assert (newest.step, newest.metrics) == (5, {})
+    assert (best.step, best.metrics) == (2, {"nll": 1.0})
     assert_same_bits(best.state, make_state(value=2))
