@@ -44,7 +44,7 @@ class TinyTokenizer:
         return self._bpe.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts):
-        return [self.encode(text) for text in texts]
+        return [np.array(self.encode(text), np.int32) for text in texts]
 
     def decode(self, ids):
         return self._bpe.decode(list(ids), skip_special_tokens=False)
@@ -59,7 +59,7 @@ class Bytes:
     pad = 256
 
     def encode_batch(self, texts):
-        return [list(text.encode()) for text in texts]
+        return [np.array(list(text.encode()), np.int32) for text in texts]
 
 
 CARDS = question_cards.make(61, facts=4, seed=0, split="train")

@@ -30,8 +30,8 @@ class Wide(ByteTokenizer):
     eos: int = 0x110000
     fingerprint: str = "code points"
 
-    def encode_arrays(self, texts):
-        return [np.array([ord(char) for char in text], np.uint32) for text in texts]
+    def encode_batch(self, texts):
+        return [np.array([ord(char) for char in text], np.int32) for text in texts]
 
 
 class Stopping(ByteTokenizer):
@@ -39,11 +39,11 @@ class Stopping(ByteTokenizer):
 
     left = 2
 
-    def encode_arrays(self, texts):
+    def encode_batch(self, texts):
         if not Stopping.left:
             raise KeyboardInterrupt
         Stopping.left -= 1
-        return super().encode_arrays(texts)
+        return super().encode_batch(texts)
 
 
 @pytest.fixture
@@ -141,11 +141,11 @@ def test_of_two_jobs_one_packs_and_the_other_finds_it(tmp_path, source):
     began, go, calls, found = threading.Event(), threading.Event(), [], []
 
     class Slow(ByteTokenizer):
-        def encode_arrays(self, texts):
+        def encode_batch(self, texts):
             calls.append(len(texts))
             began.set()
             assert go.wait(20)
-            return super().encode_arrays(texts)
+            return super().encode_batch(texts)
 
     jobs = [threading.Thread(target=lambda: found.append(pack(source, Slow(), root=tmp_path))) for _ in range(2)]
     jobs[0].start()

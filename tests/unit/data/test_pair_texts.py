@@ -8,9 +8,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from lw_jax.core.config_sections import DPO
 from lw_jax.core.errors import UserError
 from lw_jax.data import pairs
-from lw_jax.data.preferences import Limits, encode
+from lw_jax.data.preferences import encode
 from lw_jax.data.tokens import wrap
 
 HEAD = "{% for m in messages %}[{{ m.role }}]"
@@ -55,7 +56,7 @@ def run(tmp_path):
         row |= {name: [text] if isinstance(text, dict) else text for name, text in texts.items()}
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         found = pairs.read(str(tmp_path / "rows.jsonl"))
-        data = encode(found, tokenizer=tokenizer, template="chat", limits=Limits(2000))
+        data = encode(found, tokenizer=tokenizer, template="chat", limits=DPO(max_length=2000))
         (pair,) = data.pairs
         return *(tokenizer.decode(ids) for ids in (pair.prompt, pair.chosen, pair.rejected)), data.counts
 

@@ -157,12 +157,13 @@ def marked(tmp_path):
 def test_bert_text_stands_between_its_marks_uncut_and_unpadded(marked):
     tokenizer = load_source_tokenizer(marked)
     assert tokenizer.special == ((2,), (3,)) and tokenizer.pad == 0
-    ids, empty = tokenizer.encode_batch(["Latents, carried!", ""])
+    ids, empty = (ids.tolist() for ids in tokenizer.encode_batch(["Latents, carried!", ""]))
     assert ids[0] == 2 and ids[-1] == 3 and len(ids) == 2 + 16
     assert tokenizer.backend.decode(ids) == "latents, carried!"
     assert empty == [2, 3]
     first, last = (tokenizer.backend.id_to_token(i) for i in (2, 3))
-    whole, open_end, bare = tokenizer.encode_batch([f"{first} ab {last}", f"{first} ab", "ab"])
+    written = [f"{first} ab {last}", f"{first} ab", "ab"]
+    whole, open_end, bare = (ids.tolist() for ids in tokenizer.encode_batch(written))
     assert whole == open_end == bare
 
 
@@ -181,7 +182,7 @@ def test_decoder_body_reads_by_its_reader_tokenizer(folder, tmp_path):
         body, reader = load_source_tokenizer(location), load_tokenizer(location)
         assert body.fingerprint == reader.fingerprint
         assert body.special == ((), ())
-        assert body.encode("hi he") == reader.encode("hi he") == body.encode_batch(["hi he"])[0]
+        assert body.encode("hi he") == reader.encode("hi he") == body.encode_batch(["hi he"])[0].tolist()
 
 
 def test_bytes_round_trip_and_padding_is_dropped():
@@ -190,6 +191,4 @@ def test_bytes_round_trip_and_padding_is_dropped():
     assert ids == list("naïve 中".encode()) and max(ids) < tokenizer.pad < tokenizer.vocab
     assert tokenizer.decode([*ids, tokenizer.pad, tokenizer.eos]) == "naïve 中"
     assert tokenizer.decode([0xC3]) == "\ufffd"
-    assert (
-        [ids.tolist() for ids in tokenizer.encode_arrays(["a", ""])] == tokenizer.encode_batch(["a", ""]) == [[97], []]
-    )
+    assert [ids.tolist() for ids in tokenizer.encode_batch(["a", ""])] == [[97], []]
