@@ -98,10 +98,8 @@ class Preferences(Stream):
         return {"source": {}, "readers": {self.name: fields}, "index": np.array(indices, np.int32)}
 
     def probe(self) -> Batch:
-        batch = dataclasses.replace(self, reference=None).collate([0])
-        if self.reference is not None:
-            batch["readers"][self.name] |= self.reference.empty(1)
-        return batch
+        reference = self.reference and dataclasses.replace(self.reference, blank=True)
+        return dataclasses.replace(self, reference=reference).collate([0])
 
     def digest(self) -> str:
         ids = (each for pair in self.pairs for each in (pair.prompt, pair.chosen, pair.rejected))
