@@ -177,18 +177,10 @@ TOKENS = ["a", "b", "ab", "<e>"]
     ],
 )
 def test_gguf_tokenizer_of_other_types_or_lengths_is_refused(tmp_path, key, value):
-    def fields(writer, changed):
-        for name, field in (
-            {"model": "gpt2", "pre": "smollm", "tokens": TOKENS, "token_type": [1, 1, 1, 3], "merges": ["a b"]}
-            | {"eos_token_id": 3}
-            | changed
-        ).items():
-            call = {str: writer.add_string, list: writer.add_array, int: writer.add_int32}[type(field)]
-            call(f"tokenizer.ggml.{name}", field)
-
-    good = tiny.write_gguf(tmp_path / "good.gguf", lambda writer: fields(writer, {}))
-    assert load_tokenizer(good).encode("ab") == [2]
-    path = tiny.write_gguf(tmp_path / "bad.gguf", lambda writer: fields(writer, {key: value}))
+    fields = {"model": "gpt2", "pre": "smollm", "tokens": TOKENS, "token_type": [1, 1, 1, 3], "merges": ["a b"]}
+    fields["eos_token_id"] = 3
+    assert load_tokenizer(tiny.write_gguf_tokenizer(tmp_path / "good.gguf", fields)).encode("ab") == [2]
+    path = tiny.write_gguf_tokenizer(tmp_path / "bad.gguf", fields | {key: value})
     refused(lambda: load_tokenizer(path), str(path))
 
 
