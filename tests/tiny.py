@@ -176,6 +176,18 @@ def write_gguf(path: Path, add: Callable[[GGUFWriter], Any], *, arch: str = "lla
     return path
 
 
+def write_gguf_tokenizer(path: Path, fields: Mapping[str, Any]) -> Path:
+    """Writes a file of a tokenizer alone, its fields named without "tokenizer.ggml."; None: left out."""
+
+    def add(writer: GGUFWriter) -> None:
+        kinds = {str: writer.add_string, list: writer.add_array, int: writer.add_int32, bool: writer.add_bool}
+        for name, value in fields.items():
+            if value is not None:
+                kinds[type(value)](f"tokenizer.{'' if name == 'chat_template' else 'ggml.'}{name}", value)
+
+    return write_gguf(path, add)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """{path in the folder: bytes} of every file."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

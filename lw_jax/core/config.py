@@ -105,17 +105,11 @@ def tuple_elements() -> dict[str, type]:
     return {one.path: typing.get_args(one.hint)[0] for one in entries() if typing.get_origin(one.hint) is tuple}
 
 
-def values_of(cfg: Any, prefix: str = "") -> Iterator[tuple[str, Any, Key]]:
+def values_of(cfg: Config) -> Iterator[tuple[str, Any, Key]]:
     """Yields (path, value, what is declared of it) of every key of a configuration."""
-    for field in dataclasses.fields(cfg):
-        value, path = getattr(cfg, field.name), f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(value):
-            yield from values_of(value, f"{path}.")
-        elif isinstance(value, dict):
-            for name, one in value.items():
-                yield from values_of(one, f"{path}.{name}.")
-        else:
-            yield path, value, declared(field)
+    rules = {entry.path: entry.key for entry in entries()}
+    for path, value in flatten(dataclasses.asdict(cfg)).items():
+        yield path, value, rules[re.sub(r"^llms\.[^.]+", "llms.NAME", path)]
 
 
 def defaults(recipe: str) -> dict[str, Any]:

@@ -49,31 +49,22 @@ def convert(value: Any, kind: type[_T] | Any, *, where: str, remedy: str) -> _T:
     return _checked(lambda: msgspec.convert(value, kind), lambda: value, where, remedy)
 
 
-def read(path: Path, kind: type[_T] | Any, *, remedy: str, limit: int = JSON_BYTES) -> _T:
-    """Returns a file of one JSON document as an instance of `kind`; of at most `limit` bytes.
+def read(path: Path, kind: type[_T] | Any, *, remedy: str) -> _T:
+    """Returns a file of one JSON document as an instance of `kind`; of at most JSON_BYTES.
 
     Raises:
       UserError: as `decode`, or the file is too large or cannot be read. FileNotFoundError is the caller's.
     """
     try:
         size = path.stat().st_size
-        if size > limit:
-            raise UserError(f"{path}: {size:,} bytes, at most {limit:,} are read; {remedy}")
+        if size > JSON_BYTES:
+            raise UserError(f"{path}: {size:,} bytes, at most {JSON_BYTES:,} are read; {remedy}")
         data = path.read_bytes()
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; {remedy}") from error
     return decode(data, kind, where=str(path), remedy=remedy)
-
-
-def encodable(text: str, *, where: str, remedy: str) -> str:
-    """Returns a text that UTF-8 can hold. Raises UserError for a lone surrogate, which JSON alone cannot bring in."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: a lone surrogate (character {error.start}); {remedy}") from error
-    return text
 
 
 def _checked(make: Callable[[], _T], parse: Callable[[], Any], where: str, remedy: str, data: bytes | str = b"") -> _T:
@@ -85,9 +76,10 @@ def _checked(make: Callable[[], _T], parse: Callable[[], Any], where: str, remed
         path, rule = match["path"] or "", match["rule"].replace("`", "")
         named = path.removeprefix("$").removeprefix(".")
         if "missing required field" in rule:  # of the object itself its fields say more than the first of their values
-            field, rule = f"{named}: " * bool(named), f"{rule}, found {_fields_at(parse, path)}"
+            fields = _shown(parse, path, lambda value: ", ".join(map(repr, value)) or "none", _NAMES)
+            field, rule = f"{named}: " * bool(named), f"{rule}, found {fields}"
         else:
-            field = f"{named}={_value_at(parse, path)}: " * bool(named)
+            field = f"{named}={_shown(parse, path, repr, _SHOWN)}: " * bool(named)
         raise UserError(f"{where}: {field}{rule[:1].lower()}{rule[1:]}; {remedy}") from error
     except msgspec.DecodeError as error:
         reason = _BYTE.sub(lambda match: _line_of(data, int(match[1])), str(error))
@@ -110,15 +102,7 @@ def _line_of(data: bytes | str, at: int) -> str:
     return f"(line {number}, byte {column})" if number > 1 else f"(byte {column})"
 
 
-def _value_at(parse: Callable[[], Any], path: str) -> str:
-    return _shown(parse, path, repr)
-
-
-def _fields_at(parse: Callable[[], Any], path: str) -> str:
-    return _shown(parse, path, lambda value: ", ".join(map(repr, value)) or "none", _NAMES)
-
-
-def _shown(parse: Callable[[], Any], path: str, show: Callable[[Any], str], most: int = _SHOWN) -> str:
+def _shown(parse: Callable[[], Any], path: str, show: Callable[[Any], str], most: int) -> str:
     try:
         value = parse()
         for step in _STEP.finditer(path.removeprefix("$")):

@@ -109,12 +109,13 @@ class Encoded:
         tokens = [len(self.source.ids[index]) for index in indices]
         return count_slots(tokens, ratio=self.ratio if ratio is None else ratio, most=self.slots)
 
+    def untaught(self) -> "Encoded":
+        """Returns the data set with zeros for the teachers' values, which need not be cached yet."""
+        blank = {name: dataclasses.replace(teacher, blank=True) for name, teacher in self.teachers.items()}
+        return dataclasses.replace(self, teachers=blank)
+
     def probe(self) -> Batch:
-        """Returns a batch of one example for its shapes and types; a teacher's values need not be cached yet."""
-        bare = dataclasses.replace(self, teachers={}).collate([0])
-        for name, teacher in self.teachers.items():
-            bare["readers"][name]["teacher"] = teacher.empty(1)
-        return bare
+        return self.untaught().collate([0])
 
     def digest(self) -> str:
         fields = {f"{name}/{key}": field for name, one in self.readers.items() for key, field in one.items()}

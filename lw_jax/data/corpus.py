@@ -186,9 +186,9 @@ def _batches(pieces: Iterable[Piece], counts: dict[str, int]) -> Iterator[list[P
 def _encode(pieces: list[Piece], tokenizer: TextTokenizer, *, inside: bool) -> np.ndarray:
     """Returns the ids of all pieces, each document between BOS and EOS; the first piece may be `inside` a document."""
     parts: list[np.ndarray] = []
-    for piece, ids in zip(pieces, tokenizer.encode_arrays([piece.text for piece in pieces]), strict=True):
+    for piece, ids in zip(pieces, tokenizer.encode_batch([piece.text for piece in pieces]), strict=True):
         if piece.ends and tokenizer.eos in ids[-4:-1]:  # a line break may follow the document's own EOS
-            (bare,) = tokenizer.encode_arrays([piece.text.rstrip()])
+            (bare,) = tokenizer.encode_batch([piece.text.rstrip()])
             ids = bare if bare[-1] == tokenizer.eos else ids
         parts.append(marked(ids, () if inside else tokenizer.begin, (tokenizer.eos,) if piece.ends else ()))
         inside = not piece.ends

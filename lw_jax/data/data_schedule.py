@@ -42,7 +42,9 @@ class Stream(Protocol):
 
     def digest(self) -> str: ...
 
-    def probe(self) -> Batch: ...
+    def probe(self) -> Batch:
+        """Returns a batch of one example for its shapes and types; what a frozen model gives may be zeros."""
+        return self.collate([0])
 
     def describe(self) -> list[str]: ...
 

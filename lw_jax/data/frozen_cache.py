@@ -112,16 +112,14 @@ class CachedRows:
     store: Store
     keys: Sequence[bytes]
     length: int | None = None  # of the rows' first axis that is taken; None: all
+    blank: bool = False  # zeros in their place, which need no cached row
 
     def __call__(self, positions: Sequence[int]) -> Rows:
         """Returns the rows [b ...]. Raises UserError naming a row that is missing."""
-        return self._cut(self.store.read([self.keys[i] for i in positions]))
-
-    def empty(self, count: int) -> Rows:
-        """Returns zeros of the rows' shapes and types, with or without cached rows."""
-        return self._cut({name: np.zeros((count, *shape), kind) for name, (shape, kind) in self.store.rows.items()})
-
-    def _cut(self, rows: Rows) -> Rows:
+        if self.blank:
+            rows = {name: np.zeros((len(positions), *shape), kind) for name, (shape, kind) in self.store.rows.items()}
+        else:
+            rows = self.store.read([self.keys[i] for i in positions])
         return rows if self.length is None else {name: value[:, : self.length] for name, value in rows.items()}
 
 

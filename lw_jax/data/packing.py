@@ -106,13 +106,7 @@ class Packed:
         return content_hash([self.encoded.digest(), self.tokens, self.groups])
 
     def probe(self) -> Batch:
-        bare = dataclasses.replace(self, encoded=dataclasses.replace(self.encoded, teachers={})).collate([0])
-        for name, teacher in self.encoded.teachers.items():
-            _, targets = self._widths[name]
-            bare["readers"][name]["teacher"] = {
-                key: np.zeros((1, targets, *leaf.shape[2:]), leaf.dtype) for key, leaf in teacher.empty(1).items()
-            }
-        return bare
+        return dataclasses.replace(self, encoded=self.encoded.untaught()).collate([0])
 
     def describe(self) -> list[str]:
         texts = len({example.context for example in self.encoded.examples})

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lw_jax.core.config_sections import DPO
 from lw_jax.core.files import content_hash
 from lw_jax.data import example_counts, prompt_tokens
 from lw_jax.data.batches import Batch, width_of
@@ -33,15 +34,6 @@ _REASONS = {
     "reply_cut": "pairs with a reply cut at its end, which then has no terminator",
     "boundary": "pairs split before the last token of their prompt, because it grows together with a reply",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Length limits of a pair in tokens, and the rule by which a longer one is cut or dropped."""
-
-    max_length: int  # of a prompt and one reply together
-    max_prompt: int = 0  # of a prompt, cut before anything else; 0: no limit of its own
-    truncation: str = "drop"  # "keep_start" cuts the ends of replies, "keep_end" the beginnings of prompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +98,8 @@ class Preferences(Stream):
         return {"source": {}, "readers": {self.name: fields}, "index": np.array(indices, np.int32)}
 
     def probe(self) -> Batch:
-        batch = dataclasses.replace(self, reference=None).collate([0])
-        if self.reference is not None:
-            batch["readers"][self.name] |= self.reference.empty(1)
-        return batch
+        reference = self.reference and dataclasses.replace(self.reference, blank=True)
+        return dataclasses.replace(self, reference=reference).collate([0])
 
     def digest(self) -> str:
         ids = (each for pair in self.pairs for each in (pair.prompt, pair.chosen, pair.rejected))
@@ -133,13 +123,14 @@ def encode(
     *,
     tokenizer: Tokenizer,
     template: str,
-    limits: Limits,
+    limits: DPO,
     name: str = "policy",
 ) -> Preferences:
     """Returns the pairs as token ids.
 
     `template` is "plain" (strings as they are, one EOS behind a reply) or "chat" (the tokenizer's own template, a reply
-    ends with its turn's terminator). Raises UserError where no pair is left, and for rows that do not fit the template.
+    ends with its turn's terminator); of `limits` lengths and truncation are read. Raises UserError where no pair is
+    left, and for rows that do not fit the template.
     """
     writer = Writer(tokenizer, template == "chat")
     # Where a prompt is cut, its end or what follows it is still read.
@@ -202,11 +193,12 @@ def _tokenize(written: Sequence[Written], tokenizer: Tokenizer, limit: int | Non
 def _apply_limits(
     preferences: Sequence[Preference],
     split: Sequence[tuple[Pair, bool]],
-    limits: Limits,
+    limits: DPO,
     tokenizer: Tokenizer,
 ) -> tuple[dict[int, Pair], dict[str, int]]:
     """Returns the pairs kept by position, within the limits, and what was done how often."""
-    drops = DropCounts([one.id for one in preferences], _REASONS, f"pairs within {limits}")
+    within = f"dpo.max_length={limits.max_length}, max_prompt={limits.max_prompt}, truncation={limits.truncation!r}"
+    drops = DropCounts([one.id for one in preferences], _REASONS, f"pairs within {within}")
     kept: dict[int, Pair] = {}
     for i, (pair, merged) in enumerate(split):
         fitted = _fit(pair, limits, _opening(pair.prompt, tokenizer))
@@ -233,7 +225,7 @@ def _opening(prompt: np.ndarray, tokenizer: Tokenizer) -> int:
     return int(len(prompt) > 0 and int(prompt[0]) == tokenizer.backend.bos_token_id)
 
 
-def _fit(pair: Pair, limits: Limits, head: int) -> Pair | str:
+def _fit(pair: Pair, limits: DPO, head: int) -> Pair | str:
     """Returns the pair within the limits, or the reason why it is dropped."""
     if not len(pair.prompt):
         return "nothing"

@@ -262,11 +262,11 @@ def tokenize(tokenizer: AnyTokenizer, texts: list[str], *, limit: int | None = N
     With a limit, only a prefix of a far longer text is tokenised: more than `limit` ids, the first `limit` of them the
     whole text's. So an overlong text is detected without tokenising megabytes.
     """
-    chunk = 1024  # Python lists of ids take ten times the memory of arrays, so only a chunk is held
+    chunk = 1024  # the library's encodings take many times the memory of their ids, so only a chunk is held
     starts = range(0, len(texts), chunk)
     size = None if limit is None else WIDEST * (limit + MARGIN)
     cut = [text[:size] for text in texts]
-    found = [np.array(ids, np.int32) for i in starts for ids in tokenizer.encode_batch(cut[i : i + chunk])]
+    found = [ids for i in starts for ids in tokenizer.encode_batch(cut[i : i + chunk])]
     if limit is None or size is None:
         return found
     for i, text in enumerate(texts):
@@ -274,7 +274,7 @@ def tokenize(tokenizer: AnyTokenizer, texts: list[str], *, limit: int | None = N
         # The last ids of a prefix are of a cut word; a tokenizer may make one id of very many characters.
         while len(text) > read and len(found[i]) < limit + MARGIN:
             read *= 4
-            found[i] = np.array(tokenizer.encode_batch([text[:read]])[0], np.int32)
+            (found[i],) = tokenizer.encode_batch([text[:read]])
     return found
 
 

@@ -67,13 +67,10 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return self.backend.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [e.ids for e in self.backend.backend_tokenizer.encode_batch(texts, add_special_tokens=False)]
-
-    def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        """Returns what `encode_batch` does as arrays, for large amounts of text."""
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Returns each text's ids, i32."""
         encoded = self.backend.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(e.ids, np.uint32) for e in encoded]
+        return [np.array(e.ids, np.int32) for e in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of ids, special tokens skipped, nothing tidied."""
@@ -148,9 +145,10 @@ class BertTokenizer:
     pad: int
     special: Marks  # ([CLS],), ([SEP],)
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        found = self.backend.encode_batch(texts, add_special_tokens=False)
-        return [marked(e.ids, *self.special).tolist() for e in found]
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Returns each text's ids between the marks, i32."""
+        encoded = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [marked(e.ids, *self.special) for e in encoded]
 
 
 @functools.lru_cache(maxsize=8)  # a start asks more than once, and a vocabulary is long
@@ -161,7 +159,8 @@ def identify(tokenizer: Tokenizer | BertTokenizer, *, template: str = "plain") -
     words of the library's version.
     """
     vocab = sorted(tokenizer.backend.get_vocab().items())
-    content: list[Any] = [vocab, tokenizer.encode_batch([_PROBE]), tokenizer.special, tokenizer.pad]
+    (ids,) = tokenizer.encode_batch([_PROBE])
+    content: list[Any] = [vocab, [ids.tolist()], tokenizer.special, tokenizer.pad]
     if isinstance(tokenizer, Tokenizer):
         content += [tokenizer.begin, tokenizer.eos, tokenizer.stops]
         content += [tokenizer.render_chat(_PROBE)] if template == "chat" else []
@@ -181,11 +180,9 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
-    def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Returns each text's ids, i32."""
+        return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of bytes, padding skipped; a broken sequence becomes U+FFFD."""

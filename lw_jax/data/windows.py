@@ -48,9 +48,6 @@ class Windows(Stream):
     def digest(self) -> str:
         return f"{self.span.corpus.folder.name} {self.span.start} {self.span.stop} {self.length}"
 
-    def probe(self) -> Batch:
-        return self.collate([0])
-
     def describe(self) -> list[str]:
         rest = len(self.span) - 1 - len(self) * self.length
         tail = f", {rest} tokens at the end not used" if rest else ""

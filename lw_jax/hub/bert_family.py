@@ -4,13 +4,30 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import msgspec
 
 from lw_jax.core.errors import UserError
-from lw_jax.hub import config_json as stated_fields
+from lw_jax.core.schema import Size
+from lw_jax.hub import config_json
+from lw_jax.hub.config_json import Layers, Positive
 from lw_jax.hub.families import HARMLESS, Row, Slot, list_slots, refuse_fields
 from lw_jax.models.bert import BertConfig, abstract
 
-_REQUIRED = stated_fields.names(stated_fields.Bert)
+
+class _Fields(msgspec.Struct, frozen=True):
+    """The fields of config.json that are read, under their names in BertConfig."""
+
+    vocab: Size = msgspec.field(name="vocab_size")
+    width: Size = msgspec.field(name="hidden_size")
+    layers: Layers = msgspec.field(name="num_hidden_layers")
+    heads: Size = msgspec.field(name="num_attention_heads")
+    ffn: Size = msgspec.field(name="intermediate_size")
+    norm_eps: Positive = msgspec.field(name="layer_norm_eps")
+    max_positions: Size = msgspec.field(name="max_position_embeddings")
+    token_types: Size = msgspec.field(name="type_vocab_size")
+
+
+_REQUIRED = config_json.names(_Fields)
 # field -> the one value under which the body computes the same; absent or null means that value
 _MUST_EQUAL: dict[str, Any] = {
     "hidden_act": "gelu",
@@ -92,19 +109,10 @@ def bert_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str = "
             "(MiniLM and other BERT-class bodies state it too); a Llama or Qwen body is encoder.kind 'lm'"
         )
     refuse_fields(fields, raw_keys, required=_REQUIRED, must=_MUST_EQUAL, free=_REQUIRED | _HARMLESS, where=where)
-    stated = stated_fields.check(fields, stated_fields.Bert, where)
-    if stated.hidden_size % stated.num_attention_heads:
+    cfg = BertConfig(**msgspec.structs.asdict(config_json.check(fields, _Fields, where)))
+    if cfg.width % cfg.heads:
         raise UserError(
-            f"{where}: impossible sizes: hidden_size={stated.hidden_size} must be a multiple of "
-            f"num_attention_heads={stated.num_attention_heads}; fetch the file again"
+            f"{where}: impossible sizes: hidden_size={cfg.width} must be a multiple of "
+            f"num_attention_heads={cfg.heads}; fetch the file again"
         )
-    return BertConfig(
-        vocab=stated.vocab_size,
-        width=stated.hidden_size,
-        layers=stated.num_hidden_layers,
-        heads=stated.num_attention_heads,
-        ffn=stated.intermediate_size,
-        norm_eps=stated.layer_norm_eps,
-        max_positions=stated.max_position_embeddings,
-        token_types=stated.type_vocab_size,
-    )
+    return cfg

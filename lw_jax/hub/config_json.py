@@ -1,4 +1,4 @@
-"""Types of every field that is read of a model's config.json or of a GGUF's metadata.
+"""Fields of a model's config.json as types: a reader's, and what all families share.
 
 Fields that must have one value, and those that are unknown, are `families.refuse_fields`' part.
 """
@@ -77,55 +77,6 @@ class Decoder(msgspec.Struct, frozen=True):
     max_window_layers: schema.Index | None = None
     layer_types: tuple[str, ...] | None = None
     quantization_config: Packing | None = None
-
-
-class Bert(msgspec.Struct, frozen=True):
-    """A BERT-class body's config.json."""
-
-    vocab_size: Size
-    hidden_size: Size
-    num_hidden_layers: Layers
-    num_attention_heads: Size
-    intermediate_size: Size
-    layer_norm_eps: Positive
-    max_position_embeddings: Size
-    type_vocab_size: Size
-
-
-class TTT(msgspec.Struct, frozen=True):
-    """A TTT model's config.json; null and absent mean what the authors' class takes."""
-
-    vocab_size: Size
-    hidden_size: Size
-    intermediate_size: Size
-    num_hidden_layers: Layers
-    num_attention_heads: Size
-    ttt_layer_type: str | None = None
-    ttt_base_lr: Positive | None = None
-    mini_batch_size: Size | None = None
-    pre_conv: bool | None = None
-    share_qk: bool | None = None
-    use_gate: bool | None = None
-    conv_kernel: Size | None = None
-    rope_theta: Positive | None = None
-    rms_norm_eps: Positive | None = None
-    tie_word_embeddings: bool | None = None
-
-
-class Gguf(msgspec.Struct, frozen=True):
-    """The metadata of a GGUF model that are read, without the architecture in front of their names."""
-
-    block_count: Layers
-    context_length: Size
-    embedding_length: Size
-    feed_forward_length: Size
-    head_count: Size = msgspec.field(name="attention.head_count")
-    epsilon: Positive = msgspec.field(name="attention.layer_norm_rms_epsilon")
-    head_count_kv: Size | None = msgspec.field(name="attention.head_count_kv", default=None)
-    key_length: Size | None = msgspec.field(name="attention.key_length", default=None)
-    value_length: Size | None = msgspec.field(name="attention.value_length", default=None)
-    dimension_count: Size | None = msgspec.field(name="rope.dimension_count", default=None)
-    freq_base: Positive | None = msgspec.field(name="rope.freq_base", default=None)
 
 
 def read_or_default(file: Path, kind: type[_T]) -> _T:

@@ -12,9 +12,8 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
-from lw_jax.hub import config_json as stated_fields
-from lw_jax.hub import rope_fields
-from lw_jax.hub.config_json import Packing, Rope, is_stated
+from lw_jax.hub import config_json, rope_fields
+from lw_jax.hub.config_json import Decoder, Packing, Rope, is_stated
 from lw_jax.hub.rope_fields import PARTIAL
 from lw_jax.models.decoder import DecoderConfig, abstract
 from lw_jax.models.rotary import LongRope
@@ -22,7 +21,7 @@ from lw_jax.models.rotary import LongRope
 Fields = Mapping[str, Any]
 
 # Without these a default of transformers would silently replace the model's own size.
-_REQUIRED = stated_fields.names(stated_fields.Decoder, required=True)
+_REQUIRED = config_json.names(Decoder, required=True)
 _HANDLED = _REQUIRED | {
     "is_decoder",  # every one is
     "num_key_value_heads",
@@ -224,7 +223,7 @@ def decoder_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str 
         free=_HANDLED | HARMLESS | {"layer_types", family.epsilon} | family.read | family.silent,
         where=where,
     )
-    stated = stated_fields.check(fields, stated_fields.Decoder, where)
+    stated = config_json.check(fields, Decoder, where)
     if kinds := set(stated.layer_types or ()) - {"full_attention"}:
         raise UserError(f"{where}: layer_types has {sorted(kinds)}, only 'full_attention' is supported")
     if fields.get("quantization_config"):

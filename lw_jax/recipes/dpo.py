@@ -15,7 +15,7 @@ from lw_jax.core.types import LossTerms, Tree
 from lw_jax.data import pairs, preferences, row_sources
 from lw_jax.data.data_schedule import DataSchedule, Phase, digest_of
 from lw_jax.data.pairs import Preference
-from lw_jax.data.preferences import Limits, Preferences
+from lw_jax.data.preferences import Preferences
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
 from lw_jax.hub import weights
 from lw_jax.losses import chunked, preference
@@ -122,10 +122,8 @@ class DPO(Recipe):
         return self._encode(self._pairs[1], 1)
 
     def _encode(self, found: Sequence[Preference], buckets: int) -> list[Preferences]:
-        spec = self.cfg.dpo
-        limits = Limits(max_length=spec.max_length, max_prompt=spec.max_prompt, truncation=spec.truncation)
         whole = preferences.encode(
-            found, tokenizer=self.tokenizer, template=self.llm.template, limits=limits, name=self.name
+            found, tokenizer=self.tokenizer, template=self.llm.template, limits=self.cfg.dpo, name=self.name
         )
         # A bucket must hold a batch.
         return preferences.part(whole, max(1, min(buckets, len(whole) // self.cfg.train.global_batch)))

@@ -67,7 +67,9 @@ class TTT(Recipe):
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | ByteTokenizer:
         name = self.cfg.ttt.tokenizer
-        return ByteTokenizer() if name == "bytes" else load_tokenizer(sources.locate_tokenizer(name))
+        return (
+            ByteTokenizer() if name == "bytes" else load_tokenizer(sources.locate(name, files=sources.TOKENIZER_FILES))
+        )
 
     def reader_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer as a model folder stores it, with the same ids."""

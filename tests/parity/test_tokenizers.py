@@ -57,17 +57,9 @@ def vocabulary(tmp_path_factory):
 
 def write_gguf(path, pre, vocabulary):
     tokens, merges = vocabulary
-
-    def add(writer):
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(pre)
-        writer.add_token_list([*tokens, *SPECIAL])
-        writer.add_token_types([1] * len(tokens) + [3] * len(SPECIAL))
-        writer.add_token_merges(merges)
-        writer.add_eos_token_id(len(tokens) + 2)
-        writer.add_add_bos_token(False)
-
-    return tiny.write_gguf(path, add)
+    fields = {"model": "gpt2", "pre": pre, "tokens": [*tokens, *SPECIAL], "merges": merges, "add_bos_token": False}
+    fields |= {"token_type": [1] * len(tokens) + [3] * len(SPECIAL), "eos_token_id": len(tokens) + 2}
+    return tiny.write_gguf_tokenizer(path, fields)
 
 
 @pytest.mark.parametrize("text", TEXTS)

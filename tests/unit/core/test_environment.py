@@ -24,27 +24,26 @@ def test_programs_elsewhere_get_the_user_s_own_environment(monkeypatch):
     assert environment.of_job() == before | {"SLURM_CONF": "/etc/slurm.conf"}
 
 
-def test_memory_is_reserved_unless_the_user_said_how_much(monkeypatch):
-    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+@pytest.mark.parametrize(
+    ("given", "share"),
+    [
+        ({}, 0.92),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.6"}, 0.6),
+        # With both JAX's CUDA plugin refuses to start: the older name gives way.
+        ({"XLA_CLIENT_MEM_FRACTION": "0.5", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.6"}, 0.5),
+    ],
+)
+def test_memory_is_reserved_unless_the_user_said_how_much(given, share, monkeypatch):
+    monkeypatch.setattr(environment, "_before", {})
+    for name in environment._FRACTIONS:
         monkeypatch.delenv(name, raising=False)
     assert environment.memory_fraction() == environment.JAX_FRACTION
-    environment.reserve_memory(0.92)
-    assert environment.memory_fraction() == 0.92
-    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
-    environment.reserve_memory(0.92)
-    assert environment.memory_fraction() == 0.6
-
-
-def test_older_name_of_the_fraction_gives_way_to_the_newer_one(monkeypatch):
-    """With both JAX's CUDA plugin refuses to start."""
-    monkeypatch.setattr(environment, "_before", {})
-    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     environment.reserve_memory()
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
-    assert environment.memory_fraction() == 0.5
-    assert environment.of_job()["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.6"
+    assert environment.memory_fraction() == share
+    assert sum(name in os.environ for name in environment._FRACTIONS) == 1
+    assert given.items() <= environment.of_job().items()
 
 
 @pytest.mark.parametrize("name", environment._FRACTIONS)

@@ -35,12 +35,13 @@ def test_every_fault_is_one_line_with_place_and_remedy(text: bytes, named: str) 
     assert named in message and "\n" not in message and len(message) < 300
 
 
-def test_large_and_unreadable_files_are_refused_before_they_are_read(tmp_path) -> None:
+def test_large_and_unreadable_files_are_refused_before_they_are_read(tmp_path, monkeypatch) -> None:
     file = tmp_path / "config.json"
     file.write_bytes(b'{"name": "' + b"a" * 100 + b'"}')
     assert schema.read(file, Row, remedy="").name == "a" * 100
+    monkeypatch.setattr(schema, "JSON_BYTES", 99)
     with pytest.raises(UserError, match="112 bytes"):
-        schema.read(file, Row, remedy="fetch it again", limit=99)
+        schema.read(file, Row, remedy="fetch it again")
     with pytest.raises(UserError, match=str(tmp_path)):
         schema.read(tmp_path, Row, remedy="name a file")
     with pytest.raises(FileNotFoundError):

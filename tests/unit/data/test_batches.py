@@ -1,10 +1,11 @@
 """lw_jax/data/batches.py: prompts join as they are tokenised, labels shift once, and nothing is cut unseen."""
 
 import dataclasses
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from configs import base
 from lw_jax.core import config
@@ -13,58 +14,32 @@ from lw_jax.core.eval_rows import PROMPT_FIELDS
 from lw_jax.core.types import Example
 from lw_jax.data import batches, prompt_tokens, question_cards
 from lw_jax.data.prompt_tokens import Layout, Reader
+from lw_jax.data.tokens import ByteTokenizer, load_tokenizer
+from lw_jax.recipes import selfmade
 
 ANSWER_FIELDS = {"answer_inputs", "targets", "weights"}
 SENT = {"channel", "task"}  # how the latents come, and what for
 ALL_ROWS = ("text", "latents", "shuffled", "zero", "none", "truncated")
 
 
-class TinyTokenizer:
-    """A byte-level BPE trained on cards, with the interface of lw_jax/data/tokens.py."""
-
-    def __init__(self, vocab, *, begin=("<s>",), chat="<s><|user|>{system}{user}<|end|><|bot|>\n"):
-        self._bpe = Tokenizer(models.BPE())
-        self._bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._bpe.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab,
-            special_tokens=["<s>", "</s>", "<pad>", "<|user|>", "<|end|>", "<|bot|>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        texts = [f"Context:\n{e.context}\nQuestion: {e.question}\nAnswer: {e.answers[0]}" for e in CARDS]
-        self._bpe.train_from_iterator(texts, trainer)
-        self._chat = chat
-        self.begin = tuple(self._bpe.token_to_id(token) for token in begin)
-        self.eos = self._bpe.token_to_id("</s>")
-        self.pad = self._bpe.token_to_id("<pad>")
-        self.vocab = self._bpe.get_vocab_size()
-
-    def encode(self, text):
-        return self._bpe.encode(text, add_special_tokens=False).ids
-
-    def encode_batch(self, texts):
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids):
-        return self._bpe.decode(list(ids), skip_special_tokens=False)
-
-    def render_chat(self, user, *, system=""):
-        return self._chat.format(user=user.strip(), system=system)
-
-
-class Bytes:
-    """UTF-8 bytes as ids."""
-
-    pad = 256
-
-    def encode_batch(self, texts):
-        return [list(text.encode()) for text in texts]
-
-
 CARDS = question_cards.make(61, facts=4, seed=0, split="train")
-TOK = TinyTokenizer(700)
-OTHER = TinyTokenizer(430, begin=())
+TEXTS = [f"Context:\n{e.context}\nQuestion: {e.question}\nAnswer: {e.answers[0]}" for e in CARDS]
+SYSTEM = "{% if messages[1:] %}{{ messages[0].content }}{% endif %}"
+USER = "{{ messages[-1].content | trim }}"
+CHAT = f"<s><|user|>{SYSTEM}{USER}<|end|><|bot|>{{{{ '\n' }}}}"
+
+
+def train(vocab, *, begin="<s>", chat=CHAT):
+    """A byte-level BPE trained on cards."""
+    with tempfile.TemporaryDirectory() as folder:
+        selfmade.write_tokenizer(Path(folder), selfmade.Vocabulary(vocab, begin, "</s>", "<pad>"), TEXTS)
+        tokenizer = load_tokenizer(Path(folder))
+    tokenizer.backend.chat_template = chat
+    return tokenizer
+
+
+TOK = train(700)
+OTHER = train(430, begin="")
 WIDTH = 11
 
 
@@ -73,7 +48,7 @@ def layout(*, readers=None, slots=7, window=512, windows=1, source=None, prompt=
     return Layout(
         prompt=config.Prompt(**keys.prompt.to_dict() | (prompt or {})),
         readers=readers or {"a": Reader(TOK, "plain"), "b": Reader(OTHER, "chat")},
-        source=source or Bytes(),
+        source=source or ByteTokenizer(),
         window=window,
         windows=windows,
         slots=slots,
@@ -126,7 +101,7 @@ def test_begin_ids_stand_first_and_once():
     readers = {
         "plain": Reader(TOK, "plain"),
         "chat": Reader(TOK, "chat"),  # its template writes <s> itself
-        "bare": Reader(TinyTokenizer(431, chat="<|user|>{system}{user}<|end|>"), "chat"),
+        "bare": Reader(train(431, chat=f"<|user|>{USER}<|end|>"), "chat"),
         "none": Reader(OTHER, "plain"),
     }
     out = batches.encode(CARDS[:3], layout=layout(readers=readers), rows=ALL_ROWS).collate([2, 0])["readers"]
@@ -144,7 +119,7 @@ def test_begin_ids_stand_first_and_once():
         (Reader(TOK, "plain"), "", "Lisbon", " Lisbon"),
         (Reader(TOK, "plain"), "\n", "Lisbon", "Lisbon"),
         (Reader(TOK, "chat"), "", "Lisbon", "Lisbon"),  # the template ends with a line break
-        (Reader(TinyTokenizer(430, chat="<s>{system}{user}<|bot|>"), "chat"), "", "Lisbon", "Lisbon"),
+        (Reader(train(430, chat=f"<s>{USER}<|bot|>"), "chat"), "", "Lisbon", "Lisbon"),
         (Reader(TOK, "chat"), "Answer:", "Lisbon", " Lisbon"),
         (Reader(TOK, "plain"), "\nAnswer:", "Lisbon</s>", " Lisbon"),  # which brings its own end
     ],
@@ -152,7 +127,7 @@ def test_begin_ids_stand_first_and_once():
 def test_space_before_the_answer_follows_the_end_of_the_prompt(reader, anchor, gold, answer):
     spec = layout(readers={"a": reader}, prompt={"anchor": anchor})
     fields = batches.encode([Example("x", "c", "q?", (gold,))], layout=spec).collate([0])["readers"]["a"]
-    assert reader.tokenizer.decode(answer_ids(fields, 0)) == f"{answer}</s>"
+    assert answer_ids(fields, 0) == [*reader.tokenizer.encode(answer), reader.tokenizer.eos]
 
 
 def test_anchor_with_trailing_space_drops_exactly_the_answers_that_merge_with_it():
@@ -191,7 +166,7 @@ def test_padding_side_dtype_and_width(batch):
         assert fields["weights"].dtype == np.float32
         assert fields["answer_inputs"].shape[1] == fields["targets"].shape[1] - 1
     assert (np.diff(batch["source"]["mask"].astype(int), axis=1) <= 0).all()
-    assert (batch["source"]["ids"][~batch["source"]["mask"]] == Bytes.pad).all()
+    assert (batch["source"]["ids"][~batch["source"]["mask"]] == ByteTokenizer().pad).all()
     assert (batch["index"].dtype, batch["index"].tolist()) == (np.int32, list(range(len(CARDS))))
 
 
@@ -282,15 +257,15 @@ def test_what_leaves_nothing_to_learn_is_refused(asked, named):
 @pytest.mark.parametrize(
     ("chat", "named"),
     [
-        ("{user}{user}", r"config\.llms\.r"),
-        ("{system}", r"config\.llms\.r"),
-        ("{user}", r"config\.prompt\.system="),
-        ("{system}{user:.60}", r"config\.prompt\.user="),
+        (USER + USER, r"config\.llms\.r"),
+        (SYSTEM, r"config\.llms\.r"),
+        (USER, r"config\.prompt\.system="),
+        (SYSTEM + "{{ messages[-1].content[:60] }}", r"config\.prompt\.user="),
     ],
 )
 def test_template_that_repeats_or_loses_what_is_said_is_refused(chat, named):
     prompt = {"system": "Be brief.", "user": "{context}{question}" + "x" * 60} if "prompt" in named else {}
-    spec = layout(readers={"r": Reader(TinyTokenizer(430, chat=chat), "chat")}, prompt=prompt)
+    spec = layout(readers={"r": Reader(train(430, chat=chat), "chat")}, prompt=prompt)
     with pytest.raises(UserError, match=named):
         batches.encode(CARDS[:1], layout=spec)
 
@@ -299,18 +274,7 @@ def test_braces_in_text_and_prompt_are_kept_as_they_are():
     e = Example("x", "{question} {0}", "What {context}?", ("y",))
     spec = layout(prompt={"user": '{{"text": "{context}"}}\n{question}'})
     out = batches.encode([e], layout=spec, rows=("text",)).collate([0])["readers"]["a"]
-    assert TOK.decode(valid(out["text"], 0)) == '<s>{"text": "{question} {0}"}\nWhat {context}?\nAnswer:'
-
-
-class Counting(Bytes):
-    """Counts the characters that it is given."""
-
-    def __init__(self):
-        self.seen = 0
-
-    def encode_batch(self, texts):
-        self.seen += sum(map(len, texts))
-        return super().encode_batch(texts)
+    assert TOK.decode(valid(out["text"], 0)) == '{"text": "{question} {0}"}\nWhat {context}?\nAnswer:'
 
 
 @pytest.mark.parametrize("overlong", ["drop", "cut"])
@@ -321,11 +285,16 @@ def test_beginning_alone_is_read_and_gives_what_the_whole_row_gives(monkeypatch,
     for widest, margin in ((prompt_tokens.WIDEST, prompt_tokens.MARGIN), (2, 20)):
         monkeypatch.setattr(prompt_tokens, "WIDEST", widest)
         monkeypatch.setattr(prompt_tokens, "MARGIN", margin)
-        source = Counting()
-        encoded = batches.encode(
-            asked, layout=layout(source=source, overlong=overlong, context_tokens=90), rows=PROMPT_FIELDS
-        )
-        found.append((encoded.digest(), encoded.counts, source.seen))
+        seen = []
+
+        class Counting(ByteTokenizer):
+            def encode_batch(self, texts, seen=seen):
+                seen.append(sum(map(len, texts)))
+                return super().encode_batch(texts)
+
+        spec = layout(source=Counting(), overlong=overlong, context_tokens=130)
+        encoded = batches.encode(asked, layout=spec, rows=PROMPT_FIELDS)
+        found.append((encoded.digest(), encoded.counts, sum(seen)))
     (*whole, all_of_it), (*cut, seen) = found
     assert cut == whole and seen < all_of_it / 2
 

@@ -7,15 +7,13 @@ import time
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
-from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
 
 from lw_jax.core.errors import UserError
 from lw_jax.data import corpus, documents
 from lw_jax.data.corpus import pack
 from lw_jax.data.row_sources import Unreachable
-from lw_jax.data.tokens import ByteTokenizer, wrap
+from lw_jax.data.tokens import ByteTokenizer, load_tokenizer
+from lw_jax.recipes import selfmade
 
 DOCUMENTS = ["naïve 中文\n", "", "two words", " \n ", *(f"document {i} of many" for i in range(31))]
 KEPT = [text for text in DOCUMENTS if text.strip()]
@@ -30,8 +28,8 @@ class Wide(ByteTokenizer):
     eos: int = 0x110000
     fingerprint: str = "code points"
 
-    def encode_arrays(self, texts):
-        return [np.array([ord(char) for char in text], np.uint32) for text in texts]
+    def encode_batch(self, texts):
+        return [np.array([ord(char) for char in text], np.int32) for text in texts]
 
 
 class Stopping(ByteTokenizer):
@@ -39,11 +37,11 @@ class Stopping(ByteTokenizer):
 
     left = 2
 
-    def encode_arrays(self, texts):
+    def encode_batch(self, texts):
         if not Stopping.left:
             raise KeyboardInterrupt
         Stopping.left -= 1
-        return super().encode_arrays(texts)
+        return super().encode_batch(texts)
 
 
 @pytest.fixture
@@ -109,11 +107,8 @@ def test_tokenizer_and_content_each_have_a_corpus_of_their_own(tmp_path, source)
 
 @pytest.mark.parametrize("text", ["b", "b</a>", "<a>b", "<a>b</a>\n\n", "<a>b</a> <a>c</a>"])
 def test_document_s_own_marks_are_not_doubled(tmp_path, text):
-    backend = Backend(models.BPE({t: i for i, t in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet())])}, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in ("<a>", "</a>")])
-    backend.post_processor = processors.TemplateProcessing(single="<a> $A", special_tokens=[("<a>", 256)])
-    tokenizer = wrap(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<a>", eos_token="</a>"))
+    selfmade.write_tokenizer(tmp_path / "letters", selfmade.Vocabulary(0, "<a>", "</a>", "<pad>"), [])
+    tokenizer = load_tokenizer(tmp_path / "letters")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": "z"}))
     packed = pack(str(tmp_path / "rows.jsonl"), tokenizer, root=tmp_path)
     bare = text.rstrip() if "</a>" in text else text
@@ -141,11 +136,11 @@ def test_of_two_jobs_one_packs_and_the_other_finds_it(tmp_path, source):
     began, go, calls, found = threading.Event(), threading.Event(), [], []
 
     class Slow(ByteTokenizer):
-        def encode_arrays(self, texts):
+        def encode_batch(self, texts):
             calls.append(len(texts))
             began.set()
             assert go.wait(20)
-            return super().encode_arrays(texts)
+            return super().encode_batch(texts)
 
     jobs = [threading.Thread(target=lambda: found.append(pack(source, Slow(), root=tmp_path))) for _ in range(2)]
     jobs[0].start()

@@ -1,30 +1,31 @@
-"""lw_jax/data/data_schedule.py: any batch by its number, mixtures in exact shares, examples sent in drawn shapes."""
+"""lw_jax/data/data_schedule.py, loader.py: any batch by its number, in exact shares and drawn shapes, and restored."""
 
 import collections
 import dataclasses
 import itertools
 import json
 
+import jax
 import numpy as np
 import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Example
-from lw_jax.data.batches import Encoded, Field
+from lw_jax.data.batches import Encoded, Field, fill, weigh
 from lw_jax.data.data_schedule import DataSchedule, Phase, refuse_small
-from lw_jax.data.loader import Loader
+from lw_jax.data.loader import Loader, eval_batches
 
 BATCH = 6
 SLOTS, WIDTH = 8, 11
 
 
 def encoded(count, task):
-    def field(left):
-        return Field([np.arange(1 + i % 5, dtype=np.int32) for i in range(count)], 8, -1, left)
+    def field(scale, left):
+        return Field([np.arange(1 + i % 5, dtype=np.int32) + scale * i for i in range(count)], 8, -1, left)
 
     examples = tuple(Example(f"{task} {i}", "c", "q", ("a",)) for i in range(count))
-    readers = {"a": {"before": field(True), "after": field(True), "answer": field(False)}}
-    return Encoded(examples, field(False), readers, {}, slots=SLOTS, width=WIDTH, task=task)
+    readers = {"a": {"before": field(2, True), "after": field(3, True), "answer": field(5, False)}}
+    return Encoded(examples, field(7, False), readers, {}, slots=SLOTS, width=WIDTH, task=task)
 
 
 ASKED, REPEATED, CONTINUED = encoded(23, "answer"), encoded(17, "reconstruct"), encoded(7, "continuation")
@@ -114,3 +115,69 @@ def test_stream_smaller_than_a_batch_is_refused_with_its_task_and_numbers():
     with pytest.raises(UserError, match=r"7 usable examples \(continuation\).*global_batch=8"):
         refuse_small(COURSE, 8)
     refuse_small(COURSE, 7)
+
+
+# --- the loader
+
+
+def test_order_is_a_function_of_the_seed():
+    runs = [[next(one)["index"].tolist() for _ in range(9)] for one in (loader(4), loader(4), loader(5))]
+    assert runs[0] == runs[1] != runs[2]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_shares_of_all_processes_are_the_batch_of_one(count):
+    whole, parts = loader(), [loader(process_index=p, process_count=count) for p in range(count)]
+    for _ in range(7):
+        expected = next(whole)
+        shares = [next(part) for part in parts]
+        assert {len(share["index"]) for share in shares} <= {BATCH // count, -(-BATCH // count)}
+        assert np.concatenate([s["index"] for s in shares]).tolist() == expected["index"].tolist()
+        jax.tree.map(lambda leaf, *parts: np.testing.assert_array_equal(np.concatenate(parts), leaf), expected, *shares)
+
+
+@pytest.mark.parametrize("change", [{"count": 24}, {"global_batch": 3}, {"seed": 9}])
+def test_state_of_another_order_is_refused_by_name(change):
+    options = {"global_batch": BATCH, "seed": 3} | change
+    state = Loader(DataSchedule.of(ASKED), global_batch=BATCH, seed=3).state()
+    other = Loader(DataSchedule.of(encoded(options.pop("count", 23), "answer")), **options)
+    with pytest.raises(UserError, match="examples=.23.|global_batch=6|seed=3"):
+        other.restore(state)
+
+
+def test_batch_smaller_than_the_number_of_processes_is_refused_with_both_numbers():
+    with pytest.raises(UserError, match=r"global_batch=6\b.*\b7"):
+        loader(process_count=7)
+
+
+def test_filled_batch_repeats_its_last_example_without_weight():
+    batch = ASKED.collate([3, 20, 7])
+    filled = fill(batch, 5)
+    assert filled["index"].tolist() == [3, 20, 7, 7, 7]
+    repeated = weigh(ASKED.collate([3, 20, 7, 7, 7]), np.arange(5) < 3)
+    jax.tree.map(np.testing.assert_array_equal, filled, repeated)
+    assert filled["readers"]["a"]["weights"].any(axis=1).tolist() == [True, True, True, False, False]
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda leaf: leaf[:3], filled), batch)
+    assert fill(batch, 3) is batch
+
+
+def test_evaluation_keeps_the_order_and_marks_the_filling():
+    out = list(eval_batches(ASKED, 5))
+    assert out[-1]["index"].tolist() == [20, 21, 22, 22, 22]
+    assert out[-1]["valid"].tolist() == [True, True, True, False, False]
+    assert out[-1]["source"]["ids"].shape == out[0]["source"]["ids"].shape
+    assert np.concatenate([b["index"][b["valid"]] for b in out]).tolist() == list(range(len(ASKED)))
+    limited = eval_batches(ASKED, 5, limit=7)
+    assert np.concatenate([b["index"][b["valid"]] for b in limited]).tolist() == [0, 3, 6, 9, 13, 16, 19]
+
+
+def test_evaluation_of_several_processes_gives_each_its_rows_of_every_batch():
+    whole = list(eval_batches(ASKED, 9))
+    parts = [list(eval_batches(ASKED, 9, share=(number, 3))) for number in range(3)]
+    assert all(len(part) == len(whole) for part in parts), "they compute together"
+    for key in ("index", "valid"):
+        joined = [np.concatenate([one[key] for one in batch]).tolist() for batch in zip(*parts, strict=True)]
+        assert joined == [one[key].tolist() for one in whole]
+    assert not parts[2][-1]["valid"].any() and parts[2][-1]["source"]["ids"].shape == parts[0][0]["source"]["ids"].shape
+    with pytest.raises(UserError, match=r"eval\.batch=5 does not divide by 3"):
+        next(eval_batches(ASKED, 5, share=(0, 3)))

@@ -4,14 +4,13 @@ import json
 import logging
 
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
+from lw_jax.core.config_sections import DPO
 from lw_jax.core.errors import UserError
 from lw_jax.data import pairs
-from lw_jax.data.preferences import Limits, encode
-from lw_jax.data.tokens import wrap
+from lw_jax.data.preferences import encode
+from lw_jax.data.tokens import load_tokenizer
+from lw_jax.recipes import selfmade
 
 HEAD = "{% for m in messages %}[{{ m.role }}]"
 TAIL = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -45,17 +44,14 @@ def run(tmp_path):
     """Encodes one row in a template; returns the texts of prompt, chosen and rejected, and the counts."""
 
     def run(template, prompt=(ASK,), chosen=None, rejected=None, **row):
-        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        backend = Backend(models.BPE({letter: i for i, letter in enumerate([*letters, "<|im_end|>"])}, []))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template)
-        tokenizer = wrap(fast, "made")
+        selfmade.write_tokenizer(tmp_path / "letters", selfmade.Vocabulary(0, "", "<|im_end|>", "<pad>"), [])
+        tokenizer = load_tokenizer(tmp_path / "letters")
+        tokenizer.backend.chat_template = template
         texts = {"prompt": prompt, "chosen": chosen or say(), "rejected": rejected or say("rain")}
         row |= {name: [text] if isinstance(text, dict) else text for name, text in texts.items()}
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         found = pairs.read(str(tmp_path / "rows.jsonl"))
-        data = encode(found, tokenizer=tokenizer, template="chat", limits=Limits(2000))
+        data = encode(found, tokenizer=tokenizer, template="chat", limits=DPO(max_length=2000))
         (pair,) = data.pairs
         return *(tokenizer.decode(ids) for ids in (pair.prompt, pair.chosen, pair.rejected)), data.counts
 

@@ -40,12 +40,6 @@ def texts(pair):
     return pair.prompt, pair.chosen, pair.rejected
 
 
-def test_plain_rows_are_read(tmp_path):
-    found = read(write(tmp_path / "a.jsonl", PLAIN))
-    assert [texts(pair) for pair in found] == [(row["prompt"], row["chosen"], row["rejected"]) for row in PLAIN]
-    assert len({pair.id for pair in found}) == 3
-
-
 @pytest.mark.parametrize("prompt", [{}, {"prompt": None}])
 def test_prompt_of_whole_conversations_is_what_they_begin_with_alike(tmp_path, prompt):
     system = {"role": "system", "content": "be kind"}
@@ -65,6 +59,7 @@ def test_pair_of_equal_replies_is_dropped_and_counted(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         found = read_rows(tmp_path, PLAIN[0], same, PLAIN[2] | {"rejected": ""})
     assert [texts(pair) for pair in found] == [("Question 0?", "yes 0", "no 0"), ("Question 2?", "yes 2", "")]
+    assert [pair.id.rpartition(":")[2] for pair in found] == ["1", "3"]
     assert "dropped 1 of 3 pairs" in caplog.text
     for row in (same, {"chosen": [USER], "rejected": [USER]}):
         with pytest.raises(UserError, match="no pair left of 2"):

@@ -9,12 +9,13 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from lw_jax.core.config_sections import DPO
 from lw_jax.core.errors import UserError
 from lw_jax.data.pairs import Preference
-from lw_jax.data.preferences import Limits, encode, part
+from lw_jax.data.preferences import encode, part
 from lw_jax.data.tokens import load_tokenizer
 
-WIDE = Limits(max_length=1000)
+WIDE = DPO(max_length=1000)
 LOOP = "{% for m in messages %}"
 LLAMA_HEAD = "<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
 LLAMA_REPLY = "<|start_header_id|>assistant<|end_header_id|>\n\n"
@@ -254,7 +255,7 @@ def row(prompt, chosen, rejected, name="p"):
 def fit(tokenizer, *sizes, **limits):
     """Returns the data set of rows of these sizes besides one that always fits and comes last."""
     rows = [row(*size, name=f"row {i}") for i, size in enumerate(sizes)]
-    return encode([*rows, row(1, 1, 0, "always")], tokenizer=tokenizer, template="plain", limits=Limits(**limits))
+    return encode([*rows, row(1, 1, 0, "always")], tokenizer=tokenizer, template="plain", limits=DPO(**limits))
 
 
 @pytest.mark.parametrize(
@@ -297,14 +298,14 @@ def test_rows_are_cut_as_they_are_to_be_or_dropped_and_counted(
 
 def test_pair_whose_replies_become_equal_by_the_cut_is_dropped(qwen):
     rows = [Preference("a", "xxxxx", "abcdefgh", "abcdefgz"), Preference("b", "x", "he", "he<|im_end|>"), row(1, 2, 3)]
-    data = encode(rows, tokenizer=qwen, template="plain", limits=Limits(10, truncation="keep_start"))
+    data = encode(rows, tokenizer=qwen, template="plain", limits=DPO(max_length=10, truncation="keep_start"))
     assert data.counts["same"] == 2 and data.examples == (rows[2],)
 
 
 @pytest.mark.parametrize("rows", [[], [row(20, 1, 2, "f:1"), row(3, 20, 2, "f:2"), row(3, 2, 20, "f:3")]])
 def test_none_left_is_refused_with_a_row_of_each_reason(qwen, rows):
     with pytest.raises(UserError, match=f"none of {len(rows)} pairs") as caught:
-        encode(rows, tokenizer=qwen, template="plain", limits=Limits(10))
+        encode(rows, tokenizer=qwen, template="plain", limits=DPO(max_length=10))
     assert all(f"'{one.id}'" in str(caught.value) for one in rows[:2])
 
 

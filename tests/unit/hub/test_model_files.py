@@ -31,36 +31,6 @@ def refused(call, *named: str) -> None:
 # --- safetensors
 
 
-def split(file: Path) -> tuple[dict, bytes]:
-    data = file.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    return json.loads(data[8 : 8 + length]), data[8 + length :]
-
-
-def join(header: str | dict, body: bytes) -> bytes:
-    text = (header if isinstance(header, str) else json.dumps(header)).encode()
-    return len(text).to_bytes(8, "little") + text + body
-
-
-def _set(**fields):
-    return lambda header: header | {"b": header["b"] | fields}
-
-
-DAMAGE = {
-    "offset is a string": _set(data_offsets=["24", 48]),
-    "one offset": _set(data_offsets=[24]),
-    "negative": _set(data_offsets=[-24, 0]),
-    "shape of floats": _set(shape=[2.0, 3]),
-    "shape beyond memory": _set(shape=[2**62, 2**62]),
-    "unknown kind": _set(dtype="X9"),
-    "overlap": _set(data_offsets=[0, 24]),
-    "a gap": lambda header: {name: row for name, row in header.items() if name != "b"},
-    "smaller than its bytes": _set(shape=[2, 2]),
-    "no object": lambda header: json.dumps([header]),
-    "nested": lambda header: json.dumps(header)[:-1] + ', "c": ' + DEEP + "}",
-}
-
-
 @pytest.fixture
 def three(tmp_path):
     file = tmp_path / "model.safetensors"
@@ -68,23 +38,16 @@ def three(tmp_path):
     return file
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_header_against_the_format_s_rules_is_refused(three, damage):
-    header, body = split(three)
-    three.write_bytes(join(DAMAGE[damage](header), body))
-    refused(lambda: tensor_files.list_tensors(three.parent), str(three))
-
-
 @pytest.mark.parametrize(
     "change",
     [
+        lambda data: data.replace(b"[24,48]", b"[ 0,24]"),  # two tensors of the same bytes
         lambda data: (int.from_bytes(data[:8], "little") - 1).to_bytes(8, "little") + data[8:],  # header a byte short
         lambda data: data + b"\0",
-        lambda data: (2**63).to_bytes(8, "little") + data[8:],
         lambda data: b"",
     ],
 )
-def test_file_that_its_header_does_not_cover_exactly_is_refused(three, change):
+def test_file_that_the_library_refuses_is_refused_by_name(three, change):
     three.write_bytes(change(three.read_bytes()))
     refused(lambda: tensor_files.list_tensors(three.parent), str(three))
 
@@ -214,18 +177,10 @@ TOKENS = ["a", "b", "ab", "<e>"]
     ],
 )
 def test_gguf_tokenizer_of_other_types_or_lengths_is_refused(tmp_path, key, value):
-    def fields(writer, changed):
-        for name, field in (
-            {"model": "gpt2", "pre": "smollm", "tokens": TOKENS, "token_type": [1, 1, 1, 3], "merges": ["a b"]}
-            | {"eos_token_id": 3}
-            | changed
-        ).items():
-            call = {str: writer.add_string, list: writer.add_array, int: writer.add_int32}[type(field)]
-            call(f"tokenizer.ggml.{name}", field)
-
-    good = tiny.write_gguf(tmp_path / "good.gguf", lambda writer: fields(writer, {}))
-    assert load_tokenizer(good).encode("ab") == [2]
-    path = tiny.write_gguf(tmp_path / "bad.gguf", lambda writer: fields(writer, {key: value}))
+    fields = {"model": "gpt2", "pre": "smollm", "tokens": TOKENS, "token_type": [1, 1, 1, 3], "merges": ["a b"]}
+    fields["eos_token_id"] = 3
+    assert load_tokenizer(tiny.write_gguf_tokenizer(tmp_path / "good.gguf", fields)).encode("ab") == [2]
+    path = tiny.write_gguf_tokenizer(tmp_path / "bad.gguf", fields | {key: value})
     refused(lambda: load_tokenizer(path), str(path))
 
 

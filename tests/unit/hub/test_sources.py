@@ -55,7 +55,7 @@ def test_local_folder_and_file_are_taken_as_they_are(tmp_path, monkeypatch):
 def test_missing_path_is_told_without_asking_the_hub(source, named, tmp_path, monkeypatch):
     (tmp_path / "SmolLM2.gguf").write_bytes(BODY)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sources, "from_hub", lambda name: pytest.fail(f"asked the hub for {name}"))
+    monkeypatch.setattr(sources, "from_hub", lambda name, _: pytest.fail(f"asked the hub for {name}"))
     with pytest.raises(UserError, match=named):
         sources.locate(source)
 
