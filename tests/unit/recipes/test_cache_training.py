@@ -157,19 +157,26 @@ def pair(root):
     return recipe, built
 
 
+def curve_of(recipe, started, folder):
+    """Losses of a run from a start that was made elsewhere."""
+    codes = jax.device_put(jax.device_get(started.trainable), recipe.shardings().trainable)
+    weights = type(started)(codes, recipe.load_frozen())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "build", lambda frozen=None: weights)
+        _, losses, _ = tiny.unsaved_curve(recipe, folder / "run")
+    return losses
+
+
+@pytest.fixture(scope="module")
+def of_one_device(pair, tmp_path_factory):
+    return curve_of(*pair, tmp_path_factory.mktemp("curve"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy, devices", [("replicate", 2), ("split", 2)])
-def test_placements_train_alike(pair, root, tmp_path, strategy, devices, monkeypatch):
-    recipe, started = pair
+def test_placements_train_alike(pair, of_one_device, root, tmp_path, strategy, devices):
     other = make(root, mesh__placement=strategy, strategy=strategy, devices=devices)
-    for one in (recipe, other):
-        codes = jax.device_put(jax.device_get(started.trainable), one.shardings().trainable)
-        weights = type(started)(codes, one.load_frozen())
-        monkeypatch.setattr(one, "build", lambda frozen=None, weights=weights: weights)
-    (_, wanted, _), (_, found, _) = (
-        tiny.unsaved_curve(one, tmp_path / str(i)) for i, one in enumerate((recipe, other))
-    )
-    np.testing.assert_allclose(found, wanted, atol=2e-3)
+    np.testing.assert_allclose(curve_of(other, pair[1], tmp_path), of_one_device, atol=2e-3)
 
 
 @pytest.mark.parametrize(
