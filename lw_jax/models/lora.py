@@ -50,13 +50,12 @@ def match(targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
     Raises UserError for a target that matches nothing.
     """
-    found = {}
+    found, last = {}, {name: module.split(".")[1] for name, module in MODULES.items()}
     for target in targets:
         try:
             pattern = re.compile(target)
         except re.error as error:
             raise UserError(f"config.lora.targets: {target!r} is no regular expression: {error}") from error
-        last = {name: module.split(".")[1] for name, module in MODULES.items()}
         names = [name for name, module in MODULES.items() if pattern.fullmatch(module) or pattern.fullmatch(last[name])]
         if not names:
             known = list(last.values())

@@ -77,7 +77,7 @@ def start(
     found = {}
     for name, reader in wire.readers.items():
         params, mesh = trainable["adapters"][name], placement.readers[name].mesh
-        sums = _add_up(reader, mesh, frozen[name], layout, name, (chosen, latents))
+        sums = _add_up(reader, mesh, frozen[name], layout, name, texts=chosen, latents=latents)
         if not aligned:
             found[name] = calibrate(reader.kv_adapter(wire.encoder.width), params, sums)
             continue
@@ -141,16 +141,18 @@ def _batches(count: int, rows: int) -> list[np.ndarray]:
     return [np.minimum(np.arange(first, first + rows), count - 1) for first in range(0, count, rows)]
 
 
-def _add_up(
+def _add_up(  # noqa: PLR0913
     reader: Reader,
     mesh: Mesh,
     params: Tree,
     layout: prompt_tokens.Layout,
     name: str,
-    given: tuple[Sequence[_Text], np.ndarray],
+    *,
+    texts: Sequence[_Text],
+    latents: np.ndarray,
 ) -> Sums:
     """Returns a reader's sums over the windows of texts with latents f32 [n m z]."""
-    (texts, latents), config, tokenizer = given, reader.config, layout.readers[name].tokenizer
+    config, tokenizer = reader.config, layout.readers[name].tokenizer
     assert isinstance(tokenizer, Tokenizer), "a reader's"
     before = prompt_tokens.shared_prefix(name, layout.readers[name], layout.prompt)[None]
     limit = config.max_positions - before.size
