@@ -1,11 +1,23 @@
-"""Compilation of several programs at once, in threads: XLA compiles without Python's lock."""
+"""Jitted methods, and compilation of several programs at once, in threads: XLA compiles without Python's lock."""
 
+import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+
+
+def jitted(*static: str, donate: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a method a jitted function that is compiled once for each object and its `static` arguments."""
+
+    def make(method: Callable[..., Any]) -> Any:
+        return functools.cached_property(
+            lambda self: jax.jit(functools.partial(method, self), static_argnames=static, donate_argnames=donate)
+        )
+
+    return make
 
 
 def compile_together(programs: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:

@@ -4,6 +4,7 @@ msgspec decodes and checks in one pass: wrong types, missing fields, NaN, number
 broken UTF-8 are refused. Bounds belong into the type: `Annotated[int, msgspec.Meta(ge=1, le=4096)]`.
 """
 
+import difflib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ JSON_BYTES = 256 << 20  # what is read at once; the largest of a model's files, 
 _T = TypeVar("_T")
 _ERROR = re.compile(r"(?P<rule>.*?)(?: - at `(?P<path>\$.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<index>\d+)\]|(?P<other>.)")
+_UNKNOWN = re.compile(r".*unknown field (?P<name>.*)", re.DOTALL)
 _SHOWN, _NAMES = 60, 300  # characters of a value, and of the names of fields, in a message
 _SEARCHED = 16 << 20  # bytes of a document that is decoded again, untyped, to show a refused value
 _BYTE = re.compile(r"\(byte (\d+)\)")
@@ -41,12 +43,12 @@ def decode(data: bytes | str, kind: type[_T] | Any, *, where: str, remedy: str) 
     def parse() -> Any:
         return msgspec.json.decode(data) if len(data) <= _SEARCHED else None
 
-    return _checked(lambda: msgspec.json.decode(data, type=kind), parse, where, remedy, data)
+    return _checked(lambda: msgspec.json.decode(data, type=kind), parse, kind, where, remedy, data)
 
 
 def convert(value: Any, kind: type[_T] | Any, *, where: str, remedy: str) -> _T:
     """Returns a value that another library has parsed as an instance of `kind`; raises as `decode` does."""
-    return _checked(lambda: msgspec.convert(value, kind), lambda: value, where, remedy)
+    return _checked(lambda: msgspec.convert(value, kind), lambda: value, kind, where, remedy)
 
 
 def read(path: Path, kind: type[_T] | Any, *, remedy: str) -> _T:
@@ -67,7 +69,9 @@ def read(path: Path, kind: type[_T] | Any, *, remedy: str) -> _T:
     return decode(data, kind, where=str(path), remedy=remedy)
 
 
-def _checked(make: Callable[[], _T], parse: Callable[[], Any], where: str, remedy: str, data: bytes | str = b"") -> _T:
+def _checked(  # noqa: PLR0913
+    make: Callable[[], _T], parse: Callable[[], Any], kind: Any, where: str, remedy: str, data: bytes | str = b""
+) -> _T:
     try:
         return make()
     except msgspec.ValidationError as error:
@@ -80,6 +84,7 @@ def _checked(make: Callable[[], _T], parse: Callable[[], Any], where: str, remed
             field, rule = f"{named}: " * bool(named), f"{rule}, found {fields}"
         else:
             field = f"{named}={_shown(parse, path, repr, _SHOWN)}: " * bool(named)
+            rule += _suggestion(rule, kind)
         raise UserError(f"{where}: {field}{rule[:1].lower()}{rule[1:]}; {remedy}") from error
     except msgspec.DecodeError as error:
         reason = _BYTE.sub(lambda match: _line_of(data, int(match[1])), str(error))
@@ -88,6 +93,16 @@ def _checked(make: Callable[[], _T], parse: Callable[[], Any], where: str, remed
         raise UserError(f"{where}: not UTF-8 ({_encoding(error)}); {remedy}") from error
     except RecursionError as error:
         raise UserError(f"{where}: nested too deeply to be read; {remedy}") from error
+
+
+def _suggestion(rule: str, kind: Any) -> str:
+    match = _UNKNOWN.fullmatch(rule)
+    if match is None:
+        return ""
+    objects = msgspec.json.schema(kind)["$defs"].values()
+    known = [name for each in objects for name in each.get("properties", ())]
+    close = difflib.get_close_matches(match["name"], known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _encoding(error: UnicodeError) -> str:

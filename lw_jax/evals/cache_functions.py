@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lw_jax.core.compiling import jitted
 from lw_jax.core.types import Tree
-from lw_jax.evals.wire_functions import WireFunctions, jitted
+from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.models import cache_choice, cache_code, cache_message, decoder, kv_prefix, rotary
 from lw_jax.models.cache_choice import Reading
 from lw_jax.models.cache_message import Sent, Wanted

@@ -1,7 +1,6 @@
 """Jitted functions of a trained wire for evaluation and inference: encode, prompt, score, generate."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from lw_jax.core.compiling import jitted
 from lw_jax.core.types import Tree
 from lw_jax.losses import token_losses
 from lw_jax.models import attention_matching, decode, decoder, kv_prefix
@@ -28,17 +28,6 @@ from sharding import place
 from sharding.placement import Placement
 
 _T = TypeVar("_T")
-
-
-def jitted(*static: str, donate: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a method a jitted function that is compiled once for each object and its `static` arguments."""
-
-    def make(method: Callable[..., Any]) -> Any:
-        return functools.cached_property(
-            lambda self: jax.jit(functools.partial(method, self), static_argnames=static, donate_argnames=donate)
-        )
-
-    return make
 
 
 class WireFunctions:

@@ -1,7 +1,7 @@
 """Python API of language models: `load_lm` opens a folder, file or hub id of any family for logits and generation."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from lw_jax import recipes
 from lw_jax.core import precision, processes, runtime
+from lw_jax.core.compiling import jitted
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.precision import DTYPES, Precision
@@ -105,7 +106,7 @@ class LM:
         """Returns fp32 next-token logits [b t v] of ids [b t]; mask [b t] is true at real tokens, on either side."""
         ids = jnp.asarray(ids, jnp.int32)
         mask = jnp.ones(ids.shape, bool) if mask is None else jnp.asarray(mask, bool)
-        return self._jitted_logits(self.params, ids, mask)
+        return self._logits(self.params, ids, mask)
 
     def generate(
         self, texts: Sequence[str], max_new_tokens: int = 32, *, temperature: float = 0.0, seed: int = 0
@@ -145,22 +146,14 @@ class LM:
         key, count = jax.random.key(seed), len(ids)
         mesh = getattr(jax.tree.leaves(self.params)[0].sharding, "mesh", None)
         if mesh is None or mesh.shape["data"] == 1:
-            return np.asarray(self._jitted_continue(self.params, ids, mask, key, sampling))
+            return np.asarray(self._continue(self.params, ids, mask, key, sampling))
         whole = place.round_up(count, mesh.shape["data"])
         number, several = processes.share()
         own = np.arange(number * whole // several, (number + 1) * whole // several)
         chosen = np.minimum(own, count - 1)
         given = place.put_eval((ids[chosen], mask[chosen]), mesh)
-        out = place.local_rows(self._jitted_continue(self.params, *given, key, sampling), mesh)
+        out = place.local_rows(self._continue(self.params, *given, key, sampling), mesh)
         return np.concatenate(processes.gather_rows(out))[:count]
-
-    @functools.cached_property
-    def _jitted_logits(self) -> Callable[..., jax.Array]:
-        return jax.jit(self._logits)
-
-    @functools.cached_property
-    def _jitted_continue(self) -> Callable[..., jax.Array]:
-        return jax.jit(self._continue, static_argnums=4)
 
     def _check_positions(self, needed: int) -> None:
         """Raises UserError where a text and what is to follow it are too long for the model."""
@@ -185,10 +178,12 @@ class DecoderLM(LM):
         what, remedy = "generate: the longest text and its answer take", "shorten the text, or lower max_new_tokens"
         decoder.check_positions(self.config, needed, what=what, remedy=remedy)
 
+    @jitted()
     def _logits(self, params: Tree, ids: jax.Array, mask: jax.Array) -> jax.Array:
         out = decoder.forward(params, self.config, decoder.embed(params, ids), mask=mask, mode=self.mode)
         return decoder.logits(params, out.hidden)
 
+    @jitted("sampling")
     def _continue(
         self, params: Tree, ids: jax.Array, mask: jax.Array, key: jax.Array, sampling: decode.Sampling
     ) -> jax.Array:
@@ -215,12 +210,14 @@ class TTTLM(LM):
     def save(self, folder: Path) -> None:
         files.save_ttt(folder, self.params, self.config, tokenizer=self.tokenizer.backend)
 
+    @jitted()
     def _logits(self, params: Tree, ids: jax.Array, mask: jax.Array) -> jax.Array:
         order = _real_first(mask)
         hidden = ttt.forward(params, self.config, jnp.take_along_axis(ids, order, 1), mode=self.mode).hidden
         hidden = jnp.take_along_axis(hidden, jnp.argsort(order, axis=1)[:, :, None], 1)
         return ttt.logits(params, self.config, hidden)
 
+    @jitted("sampling")
     def _continue(
         self, params: Tree, ids: jax.Array, mask: jax.Array, key: jax.Array, sampling: decode.Sampling
     ) -> jax.Array:

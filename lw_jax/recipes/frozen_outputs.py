@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from lw_jax.core import precision
+from lw_jax.core.compiling import jitted
 from lw_jax.core.config import Config
 from lw_jax.core.types import Tree
 from lw_jax.data.batches import Batch, Encoded
 from lw_jax.data.frozen_cache import CachedRows, Store, key_of
 from lw_jax.data.preferences import Pair, Preferences
-from lw_jax.evals.wire_functions import jitted
 from lw_jax.hub import sources
 from lw_jax.models import wire
 from sharding import place

@@ -80,7 +80,8 @@ scratch = "/scratch/$LW_TEST_USER"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('partion = "gpu"', "unknown field partion"),
+        ('partion = "gpu"', "unknown field partion (did you mean partition?)"),
+        ("elsewhere = 1", "unknown field elsewhere; "),
         ("partition = 7", "partition=7: "),
         ('max_hours = "24"', "max_hours='24': "),
         ("max_hours = true", "max_hours=True: "),
