@@ -26,7 +26,7 @@ Batch = dict[str, Any]
 
 TASKS = {"answer": "questions", "reconstruct": "passages to repeat", "continuation": "passages to continue"}
 # A reader's fields that people are told about, in this order.
-SHOWN = {"text": "prompt with the text", "after": "question", "answer": "answer"}
+SHOWN = {"own": "text", "text": "prompt with the text", "after": "question", "answer": "answer"}
 MULTIPLE = 8  # widths are rounded up to it, so that data sets of similar lengths share one compiled program
 
 
@@ -130,7 +130,9 @@ class Encoded:
 
     def describe(self) -> list[str]:
         used, *lines = example_counts.describe(self.counts, TASKS[self.task])
-        lines = [f"{used}; the longest text has {self.source.longest} tokens", *lines]
+        if self.source.limit:  # else no encoder reads texts, but each reader: "own"
+            used = f"{used}; the longest text has {self.source.longest} tokens"
+        lines = [used, *lines]
         for name, fields in self.readers.items():
             shown = [key for key in SHOWN if key in fields and (key != "after" or self.task == "answer")]
             longest = (f"longest {SHOWN[key]} {fields[key].longest}" for key in shown)

@@ -65,7 +65,8 @@ def attach(encoded: Encoded, layout: Layout) -> CacheEncoded:
         }
         rest = {key: field for key, field in fields.items() if key != "context"}
         readers[name] = rest | {key: batches.field(ids, before.pad, left=False) for key, ids in made.items()}
-    values: dict[str, Any] = vars(encoded) | {"readers": readers}
+    source = dataclasses.replace(encoded.source, limit=0)
+    values: dict[str, Any] = vars(encoded) | {"readers": readers, "source": source}
     return CacheEncoded(**values)
 
 

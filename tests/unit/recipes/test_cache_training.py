@@ -133,6 +133,8 @@ def test_streams_have_repetitions_ratios_and_other_texts(recipe):
     others = questions.shuffled().collate([0])["readers"]["qwen"]["own"]
     np.testing.assert_array_equal(others["ids"], questions.collate([0])["readers"]["qwen"]["other"]["ids"])
     assert recipe.validation()[-1][0] == "shuffled/"
+    longest = max(map(len, questions.readers["qwen"]["own"].ids))
+    assert f"qwen: longest text {longest}, longest question" in "\n".join(questions.describe())
     assert preflight.inspect(recipe.cfg, recipe) is not None
 
 
