@@ -68,8 +68,8 @@ ROWS |= {
 }
 RATIOS = 16  # largest encoder.ratio of kind cache
 OF_CACHE = tuple(name for name, row in ROWS.items() if row.ratio)
-# Rows that make sense where nothing is trained.
-KNOWN_TO_CACHE = ("text", "none", "latents", "shuffled", "swapped", "swapped_text", *OF_CACHE)
+_TEXTS = ("text", "text_taught", "swapped_text", "swapped_taught")
+KNOWN_TO_CACHE = (*_TEXTS, "none", "latents", "shuffled", "swapped", *OF_CACHE)
 DEFAULT = ("text", "latents", "shuffled", "zero", "none", "truncated")
 PROMPT_FIELDS = tuple(dict.fromkeys(field for row in ROWS.values() for field in row.fields))
 

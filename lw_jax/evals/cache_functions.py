@@ -14,7 +14,7 @@ from lw_jax.models.cache_choice import Reading
 from lw_jax.models.cache_message import Sent, Wanted
 from lw_jax.models.decoder import SharedPrefix
 from lw_jax.models.kv_prefix import Sizes
-from lw_jax.models.wire import Prompt, embed_shared_prefix
+from lw_jax.models.wire import Prompt, embed_shared_prefix, taught_prompt
 
 
 class CacheFunctions(WireFunctions):
@@ -89,6 +89,12 @@ class CacheFunctions(WireFunctions):
         """Returns states bf16[b t n] of texts (fields of `read_twice`), and the scores and power of their `Reading`."""
         kv, scores, power, _ = self.read_twice(params, fields, name, False)
         return cache_code.states(kv.k, kv.v).astype(jnp.bfloat16), scores, power
+
+    @jitted()
+    def prompt_from_taught_parts(self, params: Tree, fields: Mapping, vectors: jax.Array) -> Prompt:
+        """Returns `models.wire.taught_prompt` of the opening and the text as one context: "before" and "own"."""
+        context = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), fields["before"], fields["own"])
+        return taught_prompt(params, {"context": context, "asked": fields["asked"]}, vectors)
 
     def prompt_from_cache(  # noqa: PLR0913
         self, params: Tree, code: Tree, fields: Mapping, sent: Sent, mask: jax.Array | np.ndarray, name: str

@@ -17,7 +17,7 @@ from lw_jax.data.prompt_tokens import Layout
 from lw_jax.evals import cache_functions
 from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.evals.comparison import Record
-from lw_jax.evals.control_rows import Session, judge, number_texts
+from lw_jax.evals.control_rows import Session, judge, number_texts, positions
 from lw_jax.evals.record_log import RecordLog
 from lw_jax.models import cache_codec, cache_message
 from lw_jax.models.cache_codec import Coding
@@ -26,7 +26,7 @@ from lw_jax.models.wire import Prompt
 
 REPEAT = "Repeat the text above word for word."  # asked in a question's place, before the text is read again
 TEXTS = {"own": "own", "other": "other"}  # kind of a row's message -> the field of its text
-FIELDS = ("text", "none", "context")  # prompts that the rows are made of
+FIELDS = ("text", "none", "context", "asked")  # parts of the prompts that the rows are made of
 LONG = ("own", "other", "text")  # fields as wide as a batch's texts need
 LEAST_COLUMNS = 64
 
@@ -123,6 +123,10 @@ class CacheSession(Session):
         readings, found, made = {}, {}, {}
         for row in rows:
             kind = ROWS[row].latents
+            if ROWS[row].taught:
+                parts = {key: fields[key] for key in ("before", "own", "asked")}
+                found[row] = RowPrompt(functions.prompt_from_taught_parts(params, parts, self.taught[name]))
+                continue
             if not kind:
                 prompt = functions.prompt_from_text(params, fields[ROWS[row].fields[0]])
                 found[row] = RowPrompt(prompt)
@@ -194,7 +198,7 @@ def _records(  # noqa: PLR0913
     for at, index in enumerate(host["index"].tolist()):
         if not host["valid"][at]:
             continue
-        held = made.positions[at] if made.sent else encoded.context_tokens[name][ROWS[row].fields[0]][index]
+        held = made.positions[at] if made.sent else positions(encoded, name, row, index, slots=0)
         one = {"reader": name, "row": row, "index": index, "text": texts[index], "positions": float(held)}
         if row == "latents":
             one |= _size(codings[name], made, at, int(lengths[at]))

@@ -38,6 +38,7 @@ class Session:
     functions: WireFunctions
     frozen: Tree
     tokenizers: Mapping[str, Tokenizer]
+    taught: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict, kw_only=True)  # name -> vectors f32[k d]
 
     def score(self, fields: Mapping[str, Any], name: str, prompt: Any) -> dict[str, np.ndarray]:
         """Returns nll, hits, first, first5 and tokens [b] of the reference answers of this process's rows."""
@@ -60,7 +61,6 @@ class WireSession(Session):
     """A trained wire with its weights."""
 
     trainable: Tree
-    taught: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)  # reader's name -> vectors f32[k d]
 
     def encode(self, source: Tree) -> jax.Array:
         """Returns the latents of placed texts."""

@@ -1,7 +1,7 @@
 """Evaluation rows of a wire of kind "cache", and the bytes of its messages."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -22,9 +22,17 @@ from lw_jax.models.wire import Prompt
 PARTIAL = "eval.partial.jsonl"  # an evaluation's records, until its results are written
 
 
-def measure(wire: CodedWire, *, batch: int, say: Callable[[str], None], folder: Path | None = None) -> Measured:
+def measure(
+    wire: CodedWire,
+    *,
+    batch: int,
+    say: Callable[[str], None],
+    folder: Path | None = None,
+    taught: Mapping[str, jax.Array] = {},
+) -> Measured:
     """Returns one record per example, reader and row; those of the row "latents" with their message's bytes.
 
+    `taught` has each reader's vectors for the rows that need them, see `taught_text.teach`.
     With a folder records are written to its file PARTIAL as they are made, and those of the same evaluation that are
     there are not measured again: of the same wire, data and options but for rows and batch.
     """
@@ -33,6 +41,7 @@ def measure(wire: CodedWire, *, batch: int, say: Callable[[str], None], folder: 
     say("held-out data: " + "\n".join(encoded.describe()))
     rows = _rows(options.rows, several=not one_context(encoded.examples), say=say)
     indices, bench = spread(len(encoded), options.examples), recipe.bench(wire.codes, wire.frozen, wire.functions)
+    bench = dataclasses.replace(bench, taught=taught)
     log = RecordLog(folder and folder / PARTIAL, _key(wire, encoded))
     if len(log):
         say(f"resuming: {len(log):,} records are in {folder}/{PARTIAL}")

@@ -105,11 +105,11 @@ def _evaluate_latents(wire: TrainedWire) -> Evaluation:
 def _evaluate_coded(wire: CodedWire, folder: Path | None) -> Evaluation:
     """Returns the rows of a wire of kind "cache"; it has no latents whose geometry could be measured, and no curve."""
     cfg = wire.recipe.cfg
-    most = place.round_up(cfg.eval.batch, wire.recipe.placement.data)
+    multiple = wire.recipe.placement.data
+    batch = out_of_memory.HalvingBatch(place.round_up(cfg.eval.batch, multiple), multiple=multiple, say=_say)
+    settings: Any = {"say": _say, "folder": folder, "taught": _teach(wire, batch)}
     measured = _fitting(
-        out_of_memory.HalvingBatch(most, multiple=wire.recipe.placement.data, say=_say),
-        cfg.eval,
-        lambda options: coded_evaluation.measure(wire, batch=options.batch, say=_say, folder=folder),
+        batch, cfg.eval, lambda options: coded_evaluation.measure(wire, batch=options.batch, **settings)
     )
     summary = comparison.summarise(measured.records, seed=cfg.seed)
     readers = comparison.compare(measured.records, seed=cfg.seed)
@@ -255,12 +255,16 @@ def different_inputs(measured: control_rows.Measured) -> list[int]:
 
 
 def _bench(wire: TrainedWire, batch: out_of_memory.HalvingBatch) -> control_rows.WireSession:
-    options, taught = wire.recipe.cfg.eval, {}
-    if any(eval_rows.ROWS[row].taught for row in options.rows):
-        taught = _fitting(
-            batch, options, lambda own: taught_text.teach(wire.recipe, wire.frozen, batch=own.batch, say=_say)
-        )
-    return control_rows.WireSession(wire.functions, wire.frozen, wire.recipe.tokenizers, wire.trainable, taught)
+    taught = _teach(wire, batch)
+    return control_rows.WireSession(wire.functions, wire.frozen, wire.recipe.tokenizers, wire.trainable, taught=taught)
+
+
+def _teach(wire: TrainedWire | CodedWire, batch: out_of_memory.HalvingBatch) -> dict[str, jax.Array]:
+    """Returns each reader's vector of the form of the answer, where a row needs it."""
+    options = wire.recipe.cfg.eval
+    if not any(eval_rows.ROWS[row].taught for row in options.rows):
+        return {}
+    return _fitting(batch, options, lambda own: taught_text.teach(wire.recipe, wire.frozen, batch=own.batch, say=_say))
 
 
 def _batch(recipe: LatentWire) -> out_of_memory.HalvingBatch:

@@ -1,7 +1,7 @@
 """Python API of language models: `load_lm` opens a folder, file or hub id of any family for logits and generation."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,10 @@ def load_trained(cfg: Config, workdir: Path, *, texts: int = 1) -> "TTTLM":
 class LM:
     """A language model with its tokenizer; padding, on either side, changes no number at a real token."""
 
+    # Jitted methods of the kinds of models.
+    _logits: Callable[..., jax.Array]  # (params, ids, mask) -> as `logits`
+    _continue: Callable[..., jax.Array]  # (params, ids, mask, key, sampling) -> new ids [b n], -1 after the stop
+
     def __init__(self, location: Path, config: Any, params: Tree, *, tokenizer: Tokenizer | None = None):
         self.location, self.config, self.params, self._tokenizer = location, config, params, tokenizer
 
@@ -157,14 +161,6 @@ class LM:
 
     def _check_positions(self, needed: int) -> None:
         """Raises UserError where a text and what is to follow it are too long for the model."""
-
-    def _logits(self, params: Tree, ids: jax.Array, mask: jax.Array) -> jax.Array:
-        raise NotImplementedError
-
-    def _continue(
-        self, params: Tree, ids: jax.Array, mask: jax.Array, key: jax.Array, sampling: decode.Sampling
-    ) -> jax.Array:
-        raise NotImplementedError
 
 
 class DecoderLM(LM):

@@ -28,7 +28,7 @@ from lw_jax.data.packing import Packed
 from lw_jax.hub import sources
 from lw_jax.losses import token_losses
 from lw_jax.models import adapter, decoder, kv_prefix, rotary, wire
-from lw_jax.recipes.latentwire import LatentWire
+from lw_jax.recipes.wire_readers import WireReaders
 from lw_jax.training import optimizers
 from sharding import place
 
@@ -47,7 +47,7 @@ OPTIM = config.Optim(
 )
 
 
-def teach(recipe: LatentWire, frozen: Tree, *, batch: int, say: Callable[[str], None] = print) -> dict[str, jax.Array]:
+def teach(recipe: WireReaders, frozen: Tree, *, batch: int, say: Callable[[str], None] = print) -> dict[str, jax.Array]:
     """Returns each reader's vector f32[1 d] on its mesh, trained on examples of data.train or taken from the cache.
 
     Args:
@@ -84,7 +84,7 @@ class _TrainingSet:
     step_size: int  # examples of a step
 
     @classmethod
-    def of(cls, encoded: Encoded, recipe: LatentWire) -> "_TrainingSet":
+    def of(cls, encoded: Encoded, recipe: WireReaders) -> "_TrainingSet":
         """Returns the examples as training takes them: a packed text is read once for all of its questions."""
         tokens = recipe.cfg.data.packed_tokens
         if not tokens:
@@ -104,7 +104,7 @@ class _TrainingSet:
         return f"all questions of {self.step_size} text{'s' if self.step_size > 1 else ''}"
 
 
-def _encode(recipe: LatentWire) -> Encoded:
+def _encode(recipe: WireReaders) -> Encoded:
     """Returns texts, questions and answers of data.train, as many as the steps take; one beyond a limit is left out."""
     layout, steps = recipe.layout, recipe.cfg.eval.taught_steps
     found = examples.load(recipe.cfg.data, "train", seed=recipe.cfg.seed)
@@ -119,7 +119,7 @@ def _encode(recipe: LatentWire) -> Encoded:
 
 
 def _train(
-    recipe: LatentWire, params: Tree, training: _TrainingSet, name: str, *, batch: int
+    recipe: WireReaders, params: Tree, training: _TrainingSet, name: str, *, batch: int
 ) -> tuple[np.ndarray, list[float]]:
     steps, mesh = recipe.cfg.eval.taught_steps, recipe.placement.readers[name].mesh
     batch = min(batch, training.rows(name, recipe.placement.data))
@@ -184,7 +184,7 @@ def _order(count: int, steps: int, size: int, *, seed: int) -> np.ndarray:
     return np.concatenate(rounds)[:total].reshape(steps, size)
 
 
-def _identify(recipe: LatentWire, training: _TrainingSet, name: str, fingerprint: str) -> str:
+def _identify(recipe: WireReaders, training: _TrainingSet, name: str, fingerprint: str) -> str:
     cfg = recipe.cfg
     content = {
         "format": FORMAT,

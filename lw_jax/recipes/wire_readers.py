@@ -29,6 +29,7 @@ class WireReaders(Recipe):
 
     has_alarm = has_branches = True
     wire: Wire
+    layout: prompt_tokens.Layout
     curriculum: Curriculum
     reader_bytes = staticmethod(frozen_models.reader_bytes)
 

@@ -169,7 +169,22 @@ def test_a_start_goes_without_held_out_texts_that_are_too_long(root, monkeypatch
     assert all(np.isfinite(code["step"]).all() and (code["step"] > 0).all() for code in codes.values())
 
 
-ROWS = ("text", "latents", "shuffled", "zero", "none", "swapped", "swapped_text")
+def test_the_taught_row_is_that_of_the_text_in_one_piece(wire):
+    recipe, name = wire.recipe, "qwen"
+    found, params = recipe.examples("validation")[:3], wire.frozen[name]
+    vector = np.full((1, recipe.wire.readers[name].config.width), 0.1, np.float32)
+    whole = batches.encode(found, layout=recipe.layout, rows=("context", "asked")).collate(range(3))["readers"][name]
+    parts = recipe.encode(found).collate(range(3))["readers"][name]
+    bench = dataclasses.replace(recipe.bench(wire.codes, wire.frozen, recipe.functions), taught={name: vector})
+    row = bench.prompts(parts, name, ["text_taught"])["text_taught"]
+    joined = recipe.functions.prompt_from_taught_text(params, whole, vector)
+    scores = [bench.score(parts, name, prompt)["nll"] for prompt in (row.prompt, joined)]
+    np.testing.assert_allclose(*scores, atol=1e-4)
+    bare = bench.prompts(parts, name, ["text"])["text"].prompt
+    assert np.abs(bench.score(parts, name, bare)["nll"] - scores[0]).max() > 1e-3
+
+
+ROWS = ("text", "text_taught", "latents", "shuffled", "zero", "none", "swapped", "swapped_text", "swapped_taught")
 
 
 class Killed(BaseException):
@@ -177,7 +192,7 @@ class Killed(BaseException):
 
 
 def test_evaluation_has_the_rows_of_the_kind_and_resumes(run, root, capsys, monkeypatch):
-    folder, cfg = run[0], make_config(root, eval__rows=ROWS)
+    folder, cfg = run[0], make_config(root, eval__rows=ROWS, eval__taught_steps=2)
     answer, answered = cache_rows.CacheSession.answer, []
 
     def killed(*given, **options):
@@ -191,7 +206,7 @@ def test_evaluation_has_the_rows_of_the_kind_and_resumes(run, root, capsys, monk
         tiny.call("eval", cfg, folder)
     kept = len((folder / coded_evaluation.PARTIAL).read_text("utf-8").splitlines()) - 1
     assert kept == 2 * cfg.eval.batch
-    other_cards = make_config(root, eval__rows=ROWS, mesh__memory_gb=16.0)
+    other_cards = make_config(root, eval__rows=ROWS, eval__taught_steps=2, mesh__memory_gb=16.0)
     assert tiny.call("eval", other_cards, folder) == 0
     told = capsys.readouterr().out
     assert f"resuming: {kept} records" in told and not (folder / coded_evaluation.PARTIAL).exists()
@@ -199,8 +214,9 @@ def test_evaluation_has_the_rows_of_the_kind_and_resumes(run, root, capsys, monk
     assert "left out: zero:" in told
     for name in ("llama", "qwen"):
         rows = found["rows"][name]
-        plain = ["text", "latents", "shuffled", "none", "all", "half", "quarter", "eighth"]
-        assert list(rows) == [*plain, "swapped", "swapped_text"]
+        plain = ["text", "text_taught", "latents", "shuffled", "none", "all", "half", "quarter", "eighth"]
+        assert list(rows) == [*plain, "swapped", "swapped_text", "swapped_taught"]
+        assert rows["text_taught"]["positions"] == rows["text"]["positions"] + 1
         assert 0 <= rows["swapped"]["follows"] <= 1 and "recovered_nll_half" in found["readers"][name]
         assert found["readers"][name]["write_seconds"] > 0 and rows["latents"]["first_token_seconds"] > 0
         assert rows["half"]["nll"] == rows["latents"]["nll"] and rows["none"]["positions"] == 0
