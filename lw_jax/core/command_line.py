@@ -8,11 +8,11 @@ from lw_jax.core.errors import UserError
 def take_assignments(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Returns ({path: value} of the `--config.path=value` and `--config.path value` words, the other words)."""
     assignments: dict[str, str] = {}
-    rest: list[str] = []
+    remaining: list[str] = []
     words = iter(argv)
     for word in words:
         if not word.startswith("--config."):
-            rest.append(word)
+            remaining.append(word)
             continue
         path, equals, value = word.removeprefix("--config.").partition("=")
         if not equals:
@@ -20,4 +20,4 @@ def take_assignments(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             if value is None or value.startswith("--"):
                 raise UserError(f"--config.{path}: a value is needed, --config.{path}=VALUE.")
         assignments[path] = value
-    return assignments, rest
+    return assignments, remaining

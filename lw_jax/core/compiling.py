@@ -33,15 +33,15 @@ def compile_together(programs: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
         return
     seen = set()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = []
+        futures = []
         for function, args in programs:
             leaves, structure = jax.tree.flatten(args)
             program = function, structure, tuple(map(_shape, leaves))
             if program not in seen:
                 seen.add(program)
-                compiled.append(pool.submit(function.lower(*args).compile))
-    for one in compiled:
-        one.result()
+                futures.append(pool.submit(function.lower(*args).compile))
+    for future in futures:
+        future.result()
 
 
 def _shape(leaf: Any) -> Any:

@@ -102,7 +102,7 @@ def entries(kind: type = Config, prefix: str = "") -> Iterator[Entry]:
 
 def tuple_elements() -> dict[str, type]:
     """Returns, by path, the declared type of a tuple's elements: int, float or str. A reader has no tuple."""
-    return {one.path: typing.get_args(one.hint)[0] for one in entries() if typing.get_origin(one.hint) is tuple}
+    return {entry.path: typing.get_args(entry.hint)[0] for entry in entries() if typing.get_origin(entry.hint) is tuple}
 
 
 def values_of(cfg: Config) -> Iterator[tuple[str, Any, Key]]:
@@ -114,11 +114,11 @@ def values_of(cfg: Config) -> Iterator[tuple[str, Any, Key]]:
 
 def defaults(recipe: str) -> dict[str, Any]:
     """Returns the default of every key, nested; those of an unknown recipe are the first one's."""
-    found = dataclasses.asdict(Config(recipe=recipe))
+    values = dataclasses.asdict(Config(recipe=recipe))
     for path, value in RECIPES.get(recipe, {}).items():
         section, name = path.split(".")
-        found[section][name] = value
-    return found
+        values[section][name] = value
+    return values
 
 
 def build(values: Values) -> Config:
@@ -164,12 +164,12 @@ def shape(cfg: Config) -> dict[str, Any]:
 
     Of train.steps and the stages' shares it is the stages that have a step at all.
     """
-    found = {
+    values = {
         path: bool(value) if rule.shapes == "zero" else value
         for path, value, rule in values_of(cfg)
         if rule.shapes != "no"
     }
-    return found | {"stages": [name for name, _, _ in stages(cfg)]}
+    return values | {"stages": [name for name, _, _ in stages(cfg)]}
 
 
 def digest(values: Config | Values) -> str:
@@ -196,8 +196,8 @@ def stages(cfg: Config) -> list[tuple[str, Stage, int]]:
 
 def tasks(cfg: Config) -> list[str]:
     """Returns the tasks of a wire's stages, those first that weigh most in the last one."""
-    found, last = stages(cfg), stages(cfg)[-1][1].tasks
-    return sorted({task: None for _, stage, _ in found for task in stage.tasks}, key=lambda task: -last.get(task, 0.0))
+    parts, last = stages(cfg), stages(cfg)[-1][1].tasks
+    return sorted({task: None for _, stage, _ in parts for task in stage.tasks}, key=lambda task: -last.get(task, 0.0))
 
 
 def _shown(flat: Mapping[str, Any], path: str) -> str:
@@ -208,27 +208,27 @@ def _build(cls: type, values: Any, path: str) -> Any:
     """Returns a section; `path` ends with a dot, or is empty."""
     if not hasattr(values, "items"):
         refuse(path.removesuffix("."), values, "must be a section of keys (python run.py show --keys lists them all).")
-    hints, given = typing.get_type_hints(cls), dict(values.items())
-    for key in given:
+    hints, raw = typing.get_type_hints(cls), dict(values.items())
+    for key in raw:
         if key not in hints:
             rule = "is no known key (python run.py show --keys lists them all)."
             raise UserError(f"config.{path}{key} {rule}{suggest(key, hints)}")
-    if missing := [key for key in hints if key not in given]:
+    if missing := [key for key in hints if key not in raw]:
         rule = "is missing; start from base.get_config(), which gives every key a value."
         raise UserError(f"config.{path}{missing[0]} {rule}")
-    found = {}
+    kwargs = {}
     for field in dataclasses.fields(cls):
-        value, hint, here = given[field.name], hints[field.name], f"{path}{field.name}"
+        value, hint, here = raw[field.name], hints[field.name], f"{path}{field.name}"
         if dataclasses.is_dataclass(hint):
-            found[field.name] = _build(typing.cast(type, hint), value, f"{here}.")
+            kwargs[field.name] = _build(typing.cast(type, hint), value, f"{here}.")
         elif typing.get_origin(hint) is dict:
             if not hasattr(value, "items"):
                 refuse(here, value, "must be named entries, as in configs/default.py.")
             kind = typing.get_args(hint)[1]
-            found[field.name] = {str(name): _build(kind, one, f"{here}.{name}.") for name, one in value.items()}
+            kwargs[field.name] = {str(name): _build(kind, entry, f"{here}.{name}.") for name, entry in value.items()}
         else:
-            found[field.name] = check(here, value, hint, declared(field))
-    return cls(**found)
+            kwargs[field.name] = check(here, value, hint, declared(field))
+    return cls(**kwargs)
 
 
 def with_remat(cfg: Config, remat: str) -> Config:

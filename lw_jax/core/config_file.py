@@ -47,10 +47,10 @@ def read_list(path: str, *, root: Path) -> list[str]:
         text = find(path, root=root).read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"--config {path}: {error}; a readable UTF-8 text file is needed") from error
-    found = [name for line in text.splitlines() if (name := line.partition("#")[0].strip())]
-    if not found or len(set(found)) < len(found):
-        raise UserError(f"--config {path}: it must name one configuration a line, each once; it has {found}.")
-    return found
+    specs = [name for line in text.splitlines() if (name := line.partition("#")[0].strip())]
+    if not specs or len(set(specs)) < len(specs):
+        raise UserError(f"--config {path}: it must name one configuration a line, each once; it has {specs}.")
+    return specs
 
 
 def load(spec: str, *, root: Path) -> ConfigDict:

@@ -77,19 +77,19 @@ def check(path: str, value: Any, hint: Any, rule: Key) -> Any:
       UserError: it has another type, is out of range, or is none of the choices.
     """
     try:
-        found = msgspec.convert(value, _bounded(hint, rule))
+        converted = msgspec.convert(value, _bounded(hint, rule))
     except (msgspec.ValidationError, OverflowError, UnicodeEncodeError) as error:  # the last of a lone surrogate
         reason = str(error).partition(" - at ")[0].replace("`", "")
         named = f"; it must be {rule.range}" if rule.range else ""
         refuse(path, value, f"{reason[:1].lower()}{reason[1:]}{named}.")
-    many = isinstance(found, tuple)
-    for one in found if many and rule.choices else (found,) if rule.choices else ():
-        if one not in rule.choices:
-            refuse(path, one, f"must be one of {', '.join(rule.choices)}.{suggest(str(one), rule.choices)}")
-    if many and rule.choices and (not found and not rule.optional or len(set(found)) < len(found)):
+    many = isinstance(converted, tuple)
+    for element in converted if many and rule.choices else (converted,) if rule.choices else ():
+        if element not in rule.choices:
+            refuse(path, element, f"must be one of {', '.join(rule.choices)}.{suggest(str(element), rule.choices)}")
+    if many and rule.choices and (not converted and not rule.optional or len(set(converted)) < len(converted)):
         fewest = "none" if rule.optional else "one"
-        refuse(path, found, f"must name {fewest} or more of {', '.join(rule.choices)}, each once.")
-    return found
+        refuse(path, converted, f"must name {fewest} or more of {', '.join(rule.choices)}, each once.")
+    return converted
 
 
 @functools.cache

@@ -51,10 +51,10 @@ def of_job() -> dict[str, str]:
     sbatch hands it to the job. Its own SBATCH_* would replace what the file asks for, and the job's srun reads SLURM_*
     as options; SLURM_CONF says where the cluster is.
     """
-    found = os.environ | _before
+    variables = os.environ | _before
     return {
         name: value
-        for name, value in found.items()
+        for name, value in variables.items()
         if value is not None and (name == "SLURM_CONF" or not name.startswith(_LAUNCHERS))
     }
 
@@ -118,16 +118,16 @@ def _start_quietly() -> None:
     import tempfile
 
     sys.stderr.flush()
-    with tempfile.TemporaryFile() as held:
+    with tempfile.TemporaryFile() as captured:
         stderr = os.dup(2)
-        os.dup2(held.fileno(), 2)
+        os.dup2(captured.fileno(), 2)
         try:
             importlib.import_module("jax").devices()
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
-            held.seek(0)
-            for line in held:
+            captured.seek(0)
+            for line in captured:
                 if not any(known in line for known in _NO_DRIVER):
                     os.write(2, line)
 

@@ -18,7 +18,7 @@ class UserError(ValueError):
 def one_line(text: str) -> str:
     """Returns a text without breaks of lines, control characters or half surrogate pairs, of at most LONGEST."""
     text = re.sub(r"\s*[\r\n\v\f\x1c-\x1e\x85\u2028\u2029]\s*", " ", text).strip()
-    text = re.sub("[\x00-\x1f\x7f-\x9f\ud800-\udfff]", lambda found: repr(found[0])[1:-1], text)
+    text = re.sub("[\x00-\x1f\x7f-\x9f\ud800-\udfff]", lambda match: repr(match[0])[1:-1], text)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 505]} ... {text[-500:]}"
 
 

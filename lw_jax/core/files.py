@@ -34,7 +34,7 @@ def content_hash(content: Any, *, size: int = 16) -> str:
 
 
 def nearest(folder: Path) -> Path:
-    return next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def expand(path: str | Path) -> Path:

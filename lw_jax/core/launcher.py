@@ -57,12 +57,12 @@ def read() -> Step | None:
 
 
 def _address(number: int) -> tuple[str, int]:
-    given = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    if given:
-        found = re.fullmatch(r"\[?([\w.:-]+?)\]?:(\d+)", given, re.ASCII)
-        if found is None:
+    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if address:
+        match = re.fullmatch(r"\[?([\w.:-]+?)\]?:(\d+)", address, re.ASCII)
+        if match is None:
             raise _refusal("JAX_COORDINATOR_ADDRESS", "HOST:PORT is needed")
-        return found[1], _port("JAX_COORDINATOR_ADDRESS", found[2])
+        return match[1], _port("JAX_COORDINATOR_ADDRESS", match[2])
     # "n[01-03,7],m2" and "r[1-2]n[3-4]": each bracket's first number.
     first = re.match(r"(?:[^,[]|\[[^]]*\])*", os.environ.get("SLURM_STEP_NODELIST", ""))
     host = re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0] if first else "")
@@ -79,12 +79,12 @@ def _port(name: str, text: str) -> int:
 
 
 def _devices() -> tuple[int, ...]:
-    given = os.environ.get("JAX_LOCAL_DEVICE_IDS")
-    if not given:
+    ids = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+    if not ids:
         return (_number("SLURM_LOCALID"),)
-    if not re.fullmatch(r"\d+(,\d+)*", given, re.ASCII):
+    if not re.fullmatch(r"\d+(,\d+)*", ids, re.ASCII):
         raise _refusal("JAX_LOCAL_DEVICE_IDS", "numbers of this node's devices are needed, as 0,1,2,3")
-    return tuple(map(int, given.split(",")))
+    return tuple(map(int, ids.split(",")))
 
 
 def _number(name: str, default: str = "") -> int:
@@ -95,8 +95,8 @@ def _number(name: str, default: str = "") -> int:
 
 
 def _refusal(name: str, rule: str) -> UserError:
-    held = f"{name}={os.environ[name]!r}" if os.environ.get(name) else f"{name} is missing"
+    entry = f"{name}={os.environ[name]!r}" if os.environ.get(name) else f"{name} is missing"
     return UserError(
-        f"{held}: {rule}; this process is one of several of a SLURM step. Pass on all of srun's variables, or run it "
+        f"{entry}: {rule}; this process is one of several of a SLURM step. Pass on all of srun's variables, or run it "
         f"alone with {ALONE}"
     )

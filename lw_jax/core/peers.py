@@ -46,9 +46,9 @@ class Relay:
             except OSError:  # the coordinator has not started: JAX tries again until its own time is over
                 near.close()
                 continue
-            for one in (near, far):
-                one.settimeout(None)
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for connection in (near, far):
+                connection.settimeout(None)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _start(self._pump, near, far, False)
             _start(self._pump, far, near, True)
 
@@ -95,7 +95,7 @@ class Watch:
         self.everybody, self.waits_for = True, f"all are here, JAX joins them at {step.address}"
 
     def _await_others(self, step: Step, until: float) -> None:
-        found: dict[int, socket.socket] = {}
+        links: dict[int, socket.socket] = {}
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         try:
@@ -104,27 +104,27 @@ class Watch:
             rule = "another program has the port; JAX_COORDINATOR_PORT names another one, the same in all processes"
             raise UserError(f"{step.address}: {os.strerror(error.errno or 0)}: {rule}") from error
         with listener:
-            while len(found) < self.count - 1:
-                self.waits_for = f"{len(found) + 1} of {self.count} processes are at {step.address}"
-                for link in found.values():
+            while len(links) < self.count - 1:
+                self.waits_for = f"{len(links) + 1} of {self.count} processes are at {step.address}"
+                for link in links.values():
                     _send(link, f"here {self.waits_for}")
                 try:
                     listener.settimeout(max(1e-3, until - time.monotonic()))
                     link, _ = listener.accept()
                 except TimeoutError:
-                    for link in found.values():
+                    for link in links.values():
                         link.close()
                     raise
                 link.settimeout(NEWS)
                 with contextlib.suppress(OSError):
                     *name, rank = _read_line(link) or [""]
                     if name == self._name(step) and rank.isdecimal() and 0 < int(rank) < self.count:
-                        earlier, found[int(rank)] = found.get(int(rank)), link
+                        earlier, links[int(rank)] = links.get(int(rank)), link
                         if earlier:  # of a process that was started again
                             earlier.close()
                         continue
                 link.close()  # a stranger
-        for rank, link in found.items():
+        for rank, link in links.items():
             self._add(rank, link)
         self._send("begin")
 
@@ -150,9 +150,9 @@ class Watch:
         with contextlib.suppress(OSError):
             link.settimeout(seconds)
             _send(link, " ".join([*self._name(step), str(self.rank)]))
-            while (said := _read_line(link))[:1] == ["here"]:
-                self.waits_for = " ".join(said[1:])
-            return said == ["begin"]
+            while (fields := _read_line(link))[:1] == ["here"]:
+                self.waits_for = " ".join(fields[1:])
+            return fields == ["begin"]
         return False
 
     def _name(self, step: Step) -> list[str]:

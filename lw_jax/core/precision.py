@@ -63,8 +63,8 @@ def bf16_instructions() -> str:
 
     XLA's own limit, `--xla_cpu_max_isa` in XLA_FLAGS, hides what is beyond it.
     """
-    found = re.findall(r"--xla_cpu_max_isa=(\w+)", os.environ.get("XLA_FLAGS", ""))
-    allowed = _ISA.get(found[-1].upper(), ()) if found else BF16_INSTRUCTIONS
+    limits = re.findall(r"--xla_cpu_max_isa=(\w+)", os.environ.get("XLA_FLAGS", ""))
+    allowed = _ISA.get(limits[-1].upper(), ()) if limits else BF16_INSTRUCTIONS
     return next((name for flag, name in BF16_INSTRUCTIONS.items() if flag in allowed and flag in _flags()), "")
 
 

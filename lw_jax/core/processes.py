@@ -131,10 +131,10 @@ def from_first(make: Callable[[], Any]) -> Any:
             raise
         client.key_value_set(key, json.dumps({"value": value}))
         return value
-    found = json.loads(interruptible(lambda: client.blocking_key_value_get(key, PATIENCE * 1000)))
-    if "error" in found:
-        raise UserError(found["error"])
-    return found["value"]
+    decision = json.loads(interruptible(lambda: client.blocking_key_value_get(key, PATIENCE * 1000)))
+    if "error" in decision:
+        raise UserError(decision["error"])
+    return decision["value"]
 
 
 def share() -> tuple[int, int]:
@@ -148,14 +148,14 @@ def gather(value: Any) -> list[Any]:
     """
     if jax.process_count() == 1:
         return [value]
-    return [json.loads(one) for one in _gather_bytes(json.dumps(value).encode())]
+    return [json.loads(data) for data in _gather_bytes(json.dumps(value).encode())]
 
 
 def gather_rows(rows: np.ndarray) -> list[np.ndarray]:
     """Returns the rows [n ...] of every process, in their order; n may differ between them."""
     if jax.process_count() == 1:
         return [rows]
-    return [np.frombuffer(one, rows.dtype).reshape(-1, *rows.shape[1:]) for one in _gather_bytes(rows.tobytes())]
+    return [np.frombuffer(data, rows.dtype).reshape(-1, *rows.shape[1:]) for data in _gather_bytes(rows.tobytes())]
 
 
 def _gather_bytes(data: bytes) -> list[bytes]:
@@ -164,8 +164,8 @@ def _gather_bytes(data: bytes) -> list[bytes]:
     sizes = multihost_utils.process_allgather(np.array([len(data)], np.int32)).reshape(-1)
     padded = np.zeros(1 << int(max(1, sizes.max())).bit_length(), np.uint8)  # few sizes: each compiles a program
     padded[: len(data)] = np.frombuffer(data, np.uint8)
-    found = multihost_utils.process_allgather(padded)
-    return [row[:size].tobytes() for row, size in zip(found, sizes.tolist(), strict=True)]
+    gathered = multihost_utils.process_allgather(padded)
+    return [row[:size].tobytes() for row, size in zip(gathered, sizes.tolist(), strict=True)]
 
 
 def _client() -> Any:

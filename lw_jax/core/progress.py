@@ -95,24 +95,24 @@ def phase(what: str, total: float = 0, unit: str = "", *, ends: bool = True) -> 
     The innermost phase tells. What is yielded takes how much is done, as `advance(1)`; without a `total` the time that
     has passed is told; where `ends` also how long it was. Processes beside the first are silent.
     """
-    one = _Phase(what, total, unit)
+    work = _Phase(what, total, unit)
     if not is_first_process():
-        yield one
+        yield work
         return
-    _phases.append(one)
-    teller = threading.Thread(target=one.tell, daemon=True)
+    _phases.append(work)
+    teller = threading.Thread(target=work.tell, daemon=True)
     try:
-        with _bar(one):
+        with _bar(work):
             teller.start()
             try:
-                yield one
+                yield work
             finally:  # while the bar stands, or a last line would come below it
-                one.ended.set()
+                work.ended.set()
                 teller.join()
     finally:
-        _phases.remove(one)
+        _phases.remove(work)
     if ends:
-        one.tell_end()
+        work.tell_end()
 
 
 class _Phase:
@@ -158,9 +158,9 @@ class _Phase:
 
 
 @contextlib.contextmanager
-def _bar(one: _Phase) -> Iterator[None]:
+def _bar(work: _Phase) -> Iterator[None]:
     if _view is not None:
-        bar = _view.add(one)
+        bar = _view.add(work)
         try:
             yield
         finally:
@@ -171,7 +171,7 @@ def _bar(one: _Phase) -> Iterator[None]:
         return
     view = _View(Console(file=sys.stderr, highlight=False), transient=True)
     view.begin()
-    view.add(one)
+    view.add(work)
     try:
         yield
     finally:
@@ -179,14 +179,14 @@ def _bar(one: _Phase) -> Iterator[None]:
 
 
 def _seconds() -> float:
-    given = os.environ.get(SECONDS) or "10"
+    text = os.environ.get(SECONDS) or "10"
     try:
-        found = float(given)
+        seconds = float(text)
     except ValueError:
-        found = 0.0
-    if not 0 < found <= threading.TIMEOUT_MAX:
-        raise UserError(f"{SECONDS}={given!r}: seconds between two lines of progress; set a number above 0, as 60")
-    return found
+        seconds = 0.0
+    if not 0 < seconds <= threading.TIMEOUT_MAX:
+        raise UserError(f"{SECONDS}={text!r}: seconds between two lines of progress; set a number above 0, as 60")
+    return seconds
 
 
 def _moves(stream: object) -> bool:
@@ -203,11 +203,11 @@ class _Says(ProgressColumn):
     """The text of a bar: of a phase what it says, of a run the steps."""
 
     def render(self, task: Task) -> Text:
-        of = task.fields["of"]
-        if of is None:
+        work = task.fields["of"]
+        if work is None:
             return Text(f"step {task.completed:.0f}/{task.total or 0:.0f}")
-        task.completed, task.total = of.done, of.total or None
-        return Text(str(of), no_wrap=True, overflow="ellipsis")
+        task.completed, task.total = work.done, work.total or None
+        return Text(str(work), no_wrap=True, overflow="ellipsis")
 
 
 class _View(Progress):
@@ -241,8 +241,8 @@ class _View(Progress):
         _view = None
         self.stop()
 
-    def add(self, one: _Phase):
-        return self.add_task("", total=one.total or None, of=one)
+    def add(self, work: _Phase):
+        return self.add_task("", total=work.total or None, of=work)
 
     def move(self, step: int) -> None:
         self.update(self._steps, completed=step)

@@ -36,14 +36,14 @@ def start(*, devices: bool = True) -> bool:
 def start_devices() -> None:
     """Starts the devices; raises UserError where JAX_PLATFORMS names what is not here, which JAX may pass over."""
     for variable in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME"):
-        asked = jax.config.values[variable.lower()]
-        for name in asked.split(",") if asked else ():
+        platforms = jax.config.values[variable.lower()]
+        for name in platforms.split(",") if platforms else ():
             try:
                 jax.devices(name or None)
             except (RuntimeError, AssertionError) as error:
                 why = str(error) or "no device or driver of it is on this machine"
                 rule = "leave it out to run on what is here, or set JAX_PLATFORMS=cpu"
-                raise UserError(f"{variable}={asked!r}: {name!r}: {why}; {rule}") from error
+                raise UserError(f"{variable}={platforms!r}: {name!r}: {why}; {rule}") from error
     jax.devices()
 
 

@@ -110,10 +110,10 @@ def _encoding(error: UnicodeError) -> str:
     return f"{error.reason}, byte {error.start}" if known else "an unknown encoding"
 
 
-def _line_of(data: bytes | str, at: int) -> str:
-    before = (data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data)[:at]
+def _line_of(data: bytes | str, offset: int) -> str:
+    before = (data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data)[:offset]
     number = before.count(b"\n") + 1
-    column = at - before.rfind(b"\n")
+    column = offset - before.rfind(b"\n")
     return f"(line {number}, byte {column})" if number > 1 else f"(byte {column})"
 
 

@@ -129,9 +129,9 @@ def _check_llms(cfg: Config) -> None:
             refuse("llms", name, "must be lower-case letters, digits and _, a letter first.")
         if not llm.source:
             refuse(f"{path}.source", "", "must name a folder, a .gguf file, a hub id, pypi:... or selfmade:...")
-        kind, _, rest = llm.source.partition(":")
-        if kind == "selfmade" and rest not in SELFMADE:
-            known = ", ".join(f"selfmade:{one}" for one in SELFMADE)
+        kind, _, architecture = llm.source.partition(":")
+        if kind == "selfmade" and architecture not in SELFMADE:
+            known = ", ".join(f"selfmade:{choice}" for choice in SELFMADE)
             refuse(f"{path}.source", llm.source, f"must be one of {known}.")
         _check_hash(f"{path}.sha256", llm.sha256)
     if cfg.prompt.system and all(llm.template == "plain" for llm in cfg.llms.values()):
@@ -230,12 +230,12 @@ def _check_sources(cfg: Config) -> None:
 
 def _check_columns(cfg: Config) -> None:
     columns, known = cfg.data.columns, FIELDS[cfg.recipe]
-    for one in columns:
-        field, colon, column = one.partition(":")
+    for spec in columns:
+        field, colon, column = spec.partition(":")
         if not colon or field not in (known if column else (*known, *MEANING)):
             rule = f"must be FIELD:COLUMN, FIELD one of {', '.join(known)}.{suggest(field, known)}"
-            refuse("data.columns", one, rule)
-    fields = [one.partition(":")[0] for one in columns]
+            refuse("data.columns", spec, rule)
+    fields = [spec.partition(":")[0] for spec in columns]
     if len(set(fields)) < len(fields):
         refuse("data.columns", columns, "must name each field once.")
     sources = [*_sources(cfg).values(), cfg.data.passages]

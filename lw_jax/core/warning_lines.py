@@ -42,6 +42,6 @@ def install() -> None:
 
 def _show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
     file = Path(filename).absolute()
-    own = file.is_relative_to(_PROJECT) and file.relative_to(_PROJECT).parts[0] in (*OWN, "run.py")
-    place = "" if own else f" ({category.__name__}, {filename}:{lineno})"
+    internal = file.is_relative_to(_PROJECT) and file.relative_to(_PROJECT).parts[0] in (*OWN, "run.py")
+    place = "" if internal else f" ({category.__name__}, {filename}:{lineno})"
     logging.getLogger(OWN[0]).warning("%s%s", message, place)
