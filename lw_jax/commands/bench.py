@@ -48,31 +48,31 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
             "a message, `plan --target` predicts the start's"
         )
     check_writable(workdir, remedy="the figures are kept in the run's folder: choose --workdir")
-    found = Predicted(loaded.cfg, args.target) if args.target else _start(loaded.cfg, repeats)
+    benchmark = Predicted(loaded.cfg, args.target) if args.target else _start(loaded.cfg, repeats)
     rows = []
-    for part in parts or found.parts:
+    for part in parts or benchmark.parts:
         doing = f"is compiled for {args.target}" if args.target else PARTS[part]
         print(f"{part}: {doing}", file=sys.stderr, flush=True)
         with phase(part):
-            rows += found.measure(part, asked=bool(parts))
-    text = json.dumps(_result(found, rows), indent=2) + "\n"
+            rows += benchmark.measure(part, asked=bool(parts))
+    text = json.dumps(_result(benchmark, rows), indent=2) + "\n"
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / FILE).write_text(text, "utf-8")
-    print(text if args.json else table(found.device, found.ceilings, rows), end="")
+    print(text if args.json else table(benchmark.device, benchmark.ceilings, rows), end="")
     return 0
 
 
-def _result(found: Measured | Predicted, rows: list[Row]) -> dict[str, Any]:
+def _result(benchmark: Measured | Predicted, rows: list[Row]) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
-        "device": found.device,
-        "devices": found.placement.devices,
-        "placement": found.placement.describe(),
+        "device": benchmark.device,
+        "devices": benchmark.placement.devices,
+        "placement": benchmark.placement.describe(),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
         | {"python": platform.python_version()},
         "environment": {name: os.environ[name] for name in ("XLA_FLAGS", "GLIBC_TUNABLES") if name in os.environ},
-        "ceilings": dataclasses.asdict(found.ceilings),
+        "ceilings": dataclasses.asdict(benchmark.ceilings),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
 

@@ -36,15 +36,15 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
     if jax.process_index() == 0:
         print(f"{workdir}: checkpoint {wire.step}, read by {', '.join(cfg.llms)}", flush=True)
         folder.mkdir(parents=True, exist_ok=True)
-    found = evaluation.evaluate(wire, folder=folder)
+    results = evaluation.evaluate(wire, folder=folder)
     if jax.process_index() == 0:
-        paths = evaluation.write(found, folder, step=wire.step, data=cfg.data.validation)
+        paths = evaluation.write(results, folder, step=wire.step, data=cfg.data.validation)
         from lw_jax.report import figures, tables  # matplotlib
 
-        drawn = tables.drawable_rows(found.summary)
+        drawn = tables.drawable_rows(results.summary)
         pictures = {
-            "positions.png": figures.draw_rows(drawn, found.curve) if drawn else None,
-            "bytes.png": figures.draw_curve(found.curve) if found.curve else None,
+            "positions.png": figures.draw_rows(drawn, results.curve) if drawn else None,
+            "bytes.png": figures.draw_curve(results.curve) if results.curve else None,
         }
         for name, picture in pictures.items():
             if picture:
@@ -52,6 +52,6 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
                 paths.append(folder / name)
             else:
                 (folder / name).unlink(missing_ok=True)  # of an earlier evaluation
-        print(evaluation.describe(found))
+        print(evaluation.describe(results))
         print(f"written to {folder}, of checkpoint {wire.step}: {', '.join(path.name for path in paths)}")
     return 0

@@ -21,8 +21,8 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
       UserError: the run trained no language model, has no checkpoint yet, or a number is out of range.
     """
     if args.tokens < 1 or args.temperature < 0:
-        given = f"--tokens {args.tokens} --temperature {args.temperature:g}"
-        raise UserError(f"{given}: at least one token is needed, and a temperature of 0 or above")
+        flags = f"--tokens {args.tokens} --temperature {args.temperature:g}"
+        raise UserError(f"{flags}: at least one token is needed, and a temperature of 0 or above")
     runtime.start()
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     runtime.tell_device()

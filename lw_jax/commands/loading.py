@@ -42,12 +42,12 @@ def load(args: argparse.Namespace, *, search: bool = False) -> list[Loaded]:
             workdir = str(wire_repository.locate(workdir))
         return [_load(args, args.config or "", workdir, search=search)]
     parent = list_workdir(args)
-    found = [_load(args, spec, None, search=search) for spec in config_file.read_list(args.config, root=PROJECT)]
-    names = [one.workdir.name for one in found]
+    runs = [_load(args, spec, None, search=search) for spec in config_file.read_list(args.config, root=PROJECT)]
+    names = [run.workdir.name for run in runs]
     if twins := sorted({name for name in names if names.count(name) > 1}):
-        specs = ", ".join(one.spec for one in found if one.workdir.name == twins[0])
+        specs = ", ".join(run.spec for run in runs if run.workdir.name == twins[0])
         raise UserError(f"--config {args.config}: {specs} would share the folder {twins[0]}; rename one of the files")
-    return [one._replace(workdir=parent / one.workdir.name) for one in found]
+    return [run._replace(workdir=parent / run.workdir.name) for run in runs]
 
 
 def is_list(args: argparse.Namespace) -> bool:
@@ -62,15 +62,15 @@ def _load(args: argparse.Namespace, spec: str, workdir: str | None, *, search: b
     values = config_file.load(spec, root=PROJECT) if spec else run_folder.load(workdir, verb=args.verb)
     defaults = config.defaults(str(values.get("recipe", "latentwire")))
     origins = config_file.trace(defaults, values, args.assignments)
-    own = config_file.set_aside(values, defaults, config.SEARCHED) if search else {}
+    file_values = config_file.set_aside(values, defaults, config.SEARCHED) if search else {}
     config_file.override(values, args.assignments)
     cfg = config.build(values)
     validation.validate(cfg)
     folder = Path(workdir or f"runs/{Path(config_file.split(spec)[0]).stem}-{cfg.recipe}")
     if wire_folder.is_wire(folder) and not COMMANDS[args.verb].reads_wire:
-        known = ", ".join(name for name, one in COMMANDS.items() if one.reads_wire)
+        known = ", ".join(name for name, command in COMMANDS.items() if command.reads_wire)
         rule = f"an exported wire, which is read-only: {known} take it, {args.verb!r} does not"
         raise UserError(f"{folder}: {rule}; name another --workdir. What the wire is stands in its {wire_folder.CARD}.")
     if COMMANDS[args.verb].reads_run:
         run_folder.check_agreement(cfg, folder)
-    return Loaded(spec, cfg, folder, defaults, origins, own)
+    return Loaded(spec, cfg, folder, defaults, origins, file_values)

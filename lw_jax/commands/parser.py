@@ -226,7 +226,7 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
         ),
     },
 }
-COMMANDS: Mapping[str, Command] = {name: one for group in GROUPS.values() for name, one in group.items()}
+COMMANDS: Mapping[str, Command] = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 _ASSIGNMENTS = "--config.section.key=value sets one key; `show --keys` lists all keys."
 
@@ -263,10 +263,10 @@ def _refuse_unknown(verb: str, words: Sequence[str]) -> UserError:
     flag = words[0].partition("=")[0]
     if flag[:1] != "-":
         return UserError(f"unrecognized arguments: {' '.join(words)}; see {PROGRAM} {verb} --help.")
-    if owners := [name for name, one in COMMANDS.items() if flag in one.flags]:
+    if owners := [name for name, spec in COMMANDS.items() if flag in spec.flags]:
         return UserError(f"{flag} belongs to {' and '.join(map(repr, owners))}, not to {verb!r}.")
     return _refuse(
-        "flag", flag, [*COMMON, *(flag for one in COMMANDS.values() for flag in one.flags)], f"see {PROGRAM} --help."
+        "flag", flag, [*COMMON, *(flag for spec in COMMANDS.values() for flag in spec.flags)], f"see {PROGRAM} --help."
     )
 
 
@@ -278,10 +278,10 @@ def _refuse(kind: str, name: str, known: Iterable[str], otherwise: str) -> UserE
 def _build() -> argparse.ArgumentParser:
     layout = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=28)
     groups = [
-        "\n".join([f"{title}:", *(f"  {name:<10}{one.summary}" for name, one in group.items())])
+        "\n".join([f"{title}:", *(f"  {name:<10}{command.summary}" for name, command in group.items())])
         for title, group in GROUPS.items()
     ]
-    examples = "\n".join(_example(name, one.examples[0]) for name, one in COMMANDS.items())
+    examples = "\n".join(_example(name, command.examples[0]) for name, command in COMMANDS.items())
     parser = _Parser(
         prog=PROGRAM,
         usage=USAGE,
@@ -292,22 +292,22 @@ def _build() -> argparse.ArgumentParser:
     version: Flag = {"action": "version", "version": f"LatentWire JAX {__version__}"}
     parser.add_argument("--version", **version)
     commands = parser.add_subparsers(prog=PROGRAM, dest="verb", required=True, help=argparse.SUPPRESS)
-    for name, one in COMMANDS.items():
-        summary = f"{one.summary[0].upper()}{one.summary[1:]}."
-        command = commands.add_parser(
+    for name, command in COMMANDS.items():
+        summary = f"{command.summary[0].upper()}{command.summary[1:]}."
+        subparser = commands.add_parser(
             name,
-            description="\n".join(filter(None, (summary, one.details))),
-            epilog="examples:\n" + "\n".join(_example(name, arguments) for arguments in one.examples),
+            description="\n".join(filter(None, (summary, command.details))),
+            epilog="examples:\n" + "\n".join(_example(name, arguments) for arguments in command.examples),
             formatter_class=layout,
             allow_abbrev=False,
         )
-        command.add_argument("--version", help=argparse.SUPPRESS, **version)
-        common = command.add_argument_group("configuration", _ASSIGNMENTS)
+        subparser.add_argument("--version", help=argparse.SUPPRESS, **version)
+        common = subparser.add_argument_group("configuration", _ASSIGNMENTS)
         for flag, options in COMMON.items():
             common.add_argument(flag, **options)
-        own = command.add_argument_group(f"flags of {name}")
-        for flag, options in one.flags.items():
-            own.add_argument(flag, **options)
+        flags = subparser.add_argument_group(f"flags of {name}")
+        for flag, options in command.flags.items():
+            flags.add_argument(flag, **options)
     return parser
 
 

@@ -29,13 +29,13 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
     runtime.start_devices()
     if args.simulate:
         return _simulate(args, loaded)
-    found = _make(args, loaded)
-    findings = [*planner.inspect(loaded.cfg), *cluster_profile.inspect(found, loaded.cfg.train)]
+    plan = _make(args, loaded)
+    findings = [*planner.inspect(loaded.cfg), *cluster_profile.inspect(plan, loaded.cfg.train)]
     if args.json:
-        print(json.dumps(_with_findings(found, findings), indent=2))
+        print(json.dumps(_with_findings(plan, findings), indent=2))
     else:
-        print("\n".join([plan_tables.report(found, own=loaded.own), *map(str, findings)]))
-    return _code(findings, fits=found.chosen is not None)
+        print("\n".join([plan_tables.report(plan, own=loaded.own), *map(str, findings)]))
+    return _code(findings, fits=plan.chosen is not None)
 
 
 def _simulate(args: argparse.Namespace, loaded: Loaded) -> int:
@@ -45,19 +45,19 @@ def _simulate(args: argparse.Namespace, loaded: Loaded) -> int:
         raise UserError(f"--simulate {args.simulate}: {rule}")
     counts = parse_counts(args.simulate)
     card = gpus.parse(planner.resolve_target(args.target or "", config=loaded.spec)).card
-    found = [planner.simulate(cfg, card, count, estimate=args.estimate) for count in counts]
-    findings, sizes = planner.inspect(cfg), [one for one in found if one.devices]
+    plans = [planner.simulate(cfg, card, count, estimate=args.estimate) for count in counts]
+    findings, sizes = planner.inspect(cfg), [plan for plan in plans if plan.devices]
     if args.json:
-        print(json.dumps([_with_findings(one, findings) for one in found], indent=2))
+        print(json.dumps([_with_findings(plan, findings) for plan in plans], indent=2))
     else:
-        guessed = any(one.chosen and not one.compiled for one in sizes)
+        guessed = any(plan.chosen and not plan.compiled for plan in sizes)
         tables = [
-            plan_tables.simulation_table(found),
+            plan_tables.simulation_table(plans),
             f"seconds: {estimates.ERROR}" if guessed else "",
-            simulation.text(cfg, found, own=loaded.own, estimate=functools.partial(planner.make, estimate=True)),
+            simulation.text(cfg, plans, own=loaded.own, estimate=functools.partial(planner.make, estimate=True)),
         ]
         print("\n".join(["\n\n".join(filter(None, tables)), *map(str, findings)]))
-    return _code(findings, fits=not sizes or any(one.chosen for one in sizes))
+    return _code(findings, fits=not sizes or any(plan.chosen for plan in sizes))
 
 
 def _make(args: argparse.Namespace, loaded: Loaded) -> Plan:
@@ -68,23 +68,23 @@ def _make(args: argparse.Namespace, loaded: Loaded) -> Plan:
     cfg, target = loaded.cfg, args.target or ""
     on_gpu = not target and jax.default_backend() == "gpu"
     if not cfg.train.steps and not target and not on_gpu:
-        found = {
+        measured = {
             name: timing.ceilings(name, repeats=3)
             for name in dict.fromkeys((workload.arithmetic(cfg, "cpu"), "float32"))
         }
-        speeds, fp32 = {name: ceilings.matmul for name, ceilings in found.items()}, found["float32"]
+        speeds, fp32 = {name: ceilings.matmul for name, ceilings in measured.items()}, measured["float32"]
         return start_plan.of_cpu(cfg, Speed(speeds, fp32.matmul, fp32.bandwidth))
     if not on_gpu or (args.estimate and cfg.train.steps):  # the machine's own step is planned by compiling
         target = planner.resolve_target(target, config=loaded.spec)
     return planner.plan_run(cfg, target, estimate=args.estimate)
 
 
-def _with_findings(found: Plan, findings: Sequence[preflight.Finding]) -> dict[str, Any]:
-    return dataclasses.asdict(found) | {"findings": [dataclasses.asdict(one) for one in findings]}
+def _with_findings(plan: Plan, findings: Sequence[preflight.Finding]) -> dict[str, Any]:
+    return dataclasses.asdict(plan) | {"findings": [dataclasses.asdict(finding) for finding in findings]}
 
 
 def _code(findings: Sequence[preflight.Finding], *, fits: bool) -> int:
-    if any(one.severity == "error" for one in findings):
+    if any(finding.severity == "error" for finding in findings):
         return VOID
     return 0 if fits else NOTHING_FITS
 

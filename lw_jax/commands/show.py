@@ -19,8 +19,8 @@ _WIDTH = 110  # columns of the reference
 def run(args: argparse.Namespace, *loaded: Loaded) -> None:
     if args.keys:
         print_keys(as_json=args.json)
-    for one in loaded:
-        print_values(one, as_json=args.json)
+    for configuration in loaded:
+        print_values(configuration, as_json=args.json)
 
 
 def print_values(loaded: Loaded, *, as_json: bool) -> None:
@@ -28,8 +28,8 @@ def print_values(loaded: Loaded, *, as_json: bool) -> None:
     values = to_dict(cfg)
     flat = flatten(values)
     if as_json:
-        found = {path: {"value": value, "origin": origins[path]} for path, value in flat.items()}
-        print(json.dumps({"digest": identity(cfg), "workdir": str(workdir), "config": found}, indent=2))
+        resolved = {path: {"value": value, "origin": origins[path]} for path, value in flat.items()}
+        print(json.dumps({"digest": identity(cfg), "workdir": str(workdir), "config": resolved}, indent=2))
         return
     width = max(map(len, flat))
     for path, value in flat.items():
@@ -42,14 +42,14 @@ def print_values(loaded: Loaded, *, as_json: bool) -> None:
 
 
 def print_keys(*, as_json: bool) -> None:
-    found = list(config.entries())
+    keys = list(config.entries())
     recipes = {
-        entry.path: {name: own[entry.path] for name, own in RECIPES.items() if entry.path in own} for entry in found
+        entry.path: {name: own[entry.path] for name, own in RECIPES.items() if entry.path in own} for entry in keys
     }
     if as_json:
-        print(json.dumps([_to_dict(entry, recipes[entry.path]) for entry in found], indent=2))
+        print(json.dumps([_to_dict(entry, recipes[entry.path]) for entry in keys], indent=2))
         return
-    for section, entries in groupby(found, key=lambda entry: entry.path.rpartition(".")[0]):
+    for section, entries in groupby(keys, key=lambda entry: entry.path.rpartition(".")[0]):
         print(f"{section}." if section else "(top level)")
         for entry in entries:
             default = repr(entry.default) + "".join(
@@ -59,7 +59,7 @@ def print_keys(*, as_json: bool) -> None:
             print(f"  {entry.path.rpartition('.')[2]:<19} {entry.type}, {'; '.join(filter(None, facts))}")
             print(textwrap.fill(entry.key.doc, _WIDTH, initial_indent=" " * 22, subsequent_indent=" " * 22))
         print()
-    print(f"{len(found)} keys; a reader's under its own name in llms. A file sets c.SECTION.KEY, a flag")
+    print(f"{len(keys)} keys; a reader's under its own name in llms. A file sets c.SECTION.KEY, a flag")
     print("--config.SECTION.KEY=VALUE; `python run.py show --config FILE` prints the values of a configuration.")
 
 

@@ -104,9 +104,9 @@ def _check(runs: Mapping[str, Config], *, submit: bool) -> list[str]:
     errors, warnings = [], []
     for name, cfg in runs.items():
         where = f"{name}: " if name else ""
-        for one in inspect(cfg):
-            (errors if one.severity == "error" else warnings).append(f"{where}{one.text}")
-        absent = [f"{where}{one.text}" for one in preflight.missing_data(cfg)]
+        for finding in inspect(cfg):
+            (errors if finding.severity == "error" else warnings).append(f"{where}{finding.text}")
+        absent = [f"{where}{finding.text}" for finding in preflight.missing_data(cfg)]
         (errors if submit else warnings).extend(absent)
     if errors:
         raise UserError(f"no job was written: {'; '.join(errors)}")
