@@ -22,21 +22,21 @@ _VARIANTS = re.compile("-Instruct|-instruct|Meta-|-Chat-v1.0")
 _LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, 8192)
 
 
-def _llama(vocab: int, width: int, layers: int, heads: tuple[int, int], ffn: int, **rest: Any) -> DecoderConfig:
+def _llama(vocab: int, width: int, layers: int, heads: tuple[int, int], ffn: int, **fields: Any) -> DecoderConfig:
     fixed = {"rope_theta": 500000.0, "norm_eps": 1e-5, "max_positions": 131072, "tied": False, "qkv_bias": False}
     sizes = {"vocab": vocab, "width": width, "layers": layers, "ffn": ffn}
-    rest = fixed | rest
-    return DecoderConfig(heads=heads[0], kv_heads=heads[1], head_dim=width // heads[0], **sizes, **rest)
+    fields = fixed | fields
+    return DecoderConfig(heads=heads[0], kv_heads=heads[1], head_dim=width // heads[0], **sizes, **fields)
 
 
-def _qwen(vocab: int, width: int, layers: int, heads: tuple[int, int], ffn: int, **rest: Any) -> DecoderConfig:
+def _qwen(vocab: int, width: int, layers: int, heads: tuple[int, int], ffn: int, **fields: Any) -> DecoderConfig:
     fixed = {"rope_theta": 1e6, "norm_eps": 1e-6, "max_positions": 32768, "qkv_bias": True}
-    return _llama(vocab, width, layers, heads, ffn, **(fixed | rest))
+    return _llama(vocab, width, layers, heads, ffn, **(fixed | fields))
 
 
 def _smollm(width: int, layers: int, heads: tuple[int, int], ffn: int, rope_theta: float) -> DecoderConfig:
-    rest = {"rope_theta": rope_theta, "max_positions": 8192, "tied": True}
-    return _llama(49152, width, layers, heads, ffn, **rest)
+    fields = {"rope_theta": rope_theta, "max_positions": 8192, "tied": True}
+    return _llama(49152, width, layers, heads, ffn, **fields)
 
 
 _SMOLLM2_135M = _smollm(576, 30, (9, 3), 1536, 100000.0)

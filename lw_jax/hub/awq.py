@@ -22,7 +22,7 @@ class Matrix(NamedTuple):
 
 def match(location: Path, catalogue: dict[str, Stored], slots: dict[str, Slot]) -> dict[Place, Matrix]:
     """Removes the packed matrices from both and returns them, checked."""
-    found: dict[Place, Matrix] = {}
+    matrices: dict[Place, Matrix] = {}
     for name in [name for name, slot in slots.items() if slot.path[-1] in quant.MATRICES]:
         slot, stem = slots.pop(name), name.removesuffix(".weight")
         out, size = slot.shape
@@ -38,12 +38,12 @@ def match(location: Path, catalogue: dict[str, Stored], slots: dict[str, Slot]) 
             if (catalogue[part].kind, catalogue[part].shape) != (kind, shape):
                 had = f"{catalogue[part].kind} {catalogue[part].shape}"
                 raise UserError(f"{catalogue[part].label} is {had}, AWQ with groups of 128 asks for {kind} {shape}")
-        found[slot.path, slot.layer] = Matrix(*(catalogue.pop(part) for part in wanted))
-    return found
+        matrices[slot.path, slot.layer] = Matrix(*(catalogue.pop(part) for part in wanted))
+    return matrices
 
 
 def read(stored: Matrix, shapes: Tree) -> dict[str, np.ndarray]:
     """Reads an AWQ matrix, stored [in, out], in our order [out.., in]."""
-    codes, zeros = (quant.unpack_awq(read_tensor(one, np.int32)).T for one in (stored.codes, stored.zeros))
-    found = {"codes": quant.pack_nibbles(codes), "zero": zeros, "scale": read_tensor(stored.scales, np.float16).T}
-    return {name: np.ascontiguousarray(value).reshape(shapes[name].shape) for name, value in found.items()}
+    codes, zeros = (quant.unpack_awq(read_tensor(tensor, np.int32)).T for tensor in (stored.codes, stored.zeros))
+    arrays = {"codes": quant.pack_nibbles(codes), "zero": zeros, "scale": read_tensor(stored.scales, np.float16).T}
+    return {name: np.ascontiguousarray(value).reshape(shapes[name].shape) for name, value in arrays.items()}

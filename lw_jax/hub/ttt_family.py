@@ -84,11 +84,11 @@ _SINGLE = {"rate": 1, "rate_bias": 1, "b1": 1, "b2": 1, "before_conv": 1, "q_con
 
 
 def tensor_map(cfg: TTTConfig) -> dict[str, Slot]:
-    found = list_slots(abstract(cfg), TENSORS, "hugging_face")
-    for name, slot in found.items():
-        if (at := _SINGLE.get(slot.path[-1])) is not None:
-            found[name] = slot._replace(shape=(*slot.shape[:at], 1, *slot.shape[at:]))
-    return found
+    slots = list_slots(abstract(cfg), TENSORS, "hugging_face")
+    for name, slot in slots.items():
+        if (axis := _SINGLE.get(slot.path[-1])) is not None:
+            slots[name] = slot._replace(shape=(*slot.shape[:axis], 1, *slot.shape[axis:]))
+    return slots
 
 
 def ttt_config(fields: Mapping[str, Any], *, where: str = "config.json") -> TTTConfig:

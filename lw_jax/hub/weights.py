@@ -214,18 +214,18 @@ def _fill(
 
         for key, leaf in leaves:
             path = tuple(str(part.key) for part in key)
-            at = functools.reduce(lambda node, name: node[name], path, shardings) if shardings is not None else None
+            target = functools.reduce(lambda node, name: node[name], path, shardings) if shardings is not None else None
             order, stacked, layers = row_order(path), path[0] == "layers", _layers(path[0], leaf)
-            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), leaf) if stacked else leaf
-            reused = stacked and not _is_packed(one)
-            buffers = [make_buffer(one.shape, one.dtype) for _ in layers[:2]] if reused else [None]
+            struct = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), leaf) if stacked else leaf
+            reused = stacked and not _is_packed(struct)
+            buffers = [make_buffer(struct.shape, struct.dtype) for _ in layers[:2]] if reused else [None]
             tensors = [
-                functools.partial(_read_leaf, sources[path, layer], one, order, packed, buffers[i % len(buffers)])
+                functools.partial(_read_leaf, sources[path, layer], struct, order, packed, buffers[i % len(buffers)])
                 for i, layer in enumerate(layers)
             ]
             parent = functools.reduce(lambda node, name: node.setdefault(name, {}), path[:-1], tree)
-            found = map(count, _ahead(tensors) if len(buffers) > 1 else (read() for read in tensors))
-            parent[path[-1]] = _stack(found, leaf, at) if stacked else _put(next(found), at)
+            values = map(count, _ahead(tensors) if len(buffers) > 1 else (read() for read in tensors))
+            parent[path[-1]] = _stack(values, leaf, target) if stacked else _put(next(values), target)
     return tree
 
 
@@ -241,11 +241,11 @@ def _is_packed(node: Any) -> bool:
 def _ahead(reads: Sequence[Callable[[], Tree]]) -> Iterator[Tree]:
     """Yields each function's result while the next one runs; an earlier result is not used again."""
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(reads[0])
+        future = pool.submit(reads[0])
         for following in reads[1:]:
-            value, found = found.result(), pool.submit(following)
+            value, future = future.result(), pool.submit(following)
             yield value
-        yield found.result()
+        yield future.result()
 
 
 def _stack(layers: Iterator[Tree], leaf: Tree, sharding: Tree | None) -> Tree:
@@ -265,7 +265,7 @@ def _zeros(tree: Any, shapes: Sequence[jax.ShapeDtypeStruct]) -> Tree:
 
 
 def _set_layer(stack: Tree, layer: Tree, i: jax.Array) -> Tree:
-    return jax.tree.map(lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, i, 0), stack, layer)
+    return jax.tree.map(lambda stacked, value: jax.lax.dynamic_update_index_in_dim(stacked, value, i, 0), stack, layer)
 
 
 def _of_a_layer(sharding: Any) -> Any:
@@ -278,7 +278,7 @@ def _put(value: Tree, sharding: Tree | None) -> Tree:
     if sharding is None:
         return jax.device_put(value)
     return jax.tree.map(
-        lambda x, at: jax.make_array_from_callback(x.shape, at, lambda index: x[index]), value, sharding
+        lambda x, target: jax.make_array_from_callback(x.shape, target, lambda index: x[index]), value, sharding
     )
 
 
@@ -377,8 +377,8 @@ def fingerprint(location: Path, *, describe: Callable[[Path], Config] = describe
         digest.update(json.dumps([name, stored.kind, stored.shape]).encode())
         last = max(0, stored.nbytes - _SAMPLE_BYTES)
         with stored.file.open("rb") as file:
-            for at in sorted({0, last // 2, last}):
-                file.seek(stored.offset + at)
+            for start in sorted({0, last // 2, last}):
+                file.seek(stored.offset + start)
                 digest.update(file.read(min(_SAMPLE_BYTES, stored.nbytes)))
     return digest.hexdigest()
 

@@ -39,10 +39,10 @@ def locate(name: str | Path) -> Path:
     repository, revision = parse(name)
     if not repository:
         return Path(name)
-    found = sources.from_hub(repository, FILES, revision=revision or None)
-    if not (found / "wire.safetensors").is_file():
+    folder = sources.from_hub(repository, FILES, revision=revision or None)
+    if not (folder / "wire.safetensors").is_file():
         raise UserError(f"{name}: the hub's repository has no wire.safetensors; name one that `export --push` made")
-    return found
+    return folder
 
 
 def push(folder: Path, repository: str) -> str:
@@ -72,8 +72,8 @@ def push(folder: Path, repository: str) -> str:
             "Log in with `hf auth login` or set HF_TOKEN to a token that may write there, then export again"
         ) from error
     except ValueError as error:  # of the name, or of the card's metadata
-        told = " ".join(str(error).split())
-        raise UserError(f"--push {repository}: the hub does not take it: {told}; {folder} is whole") from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"--push {repository}: the hub does not take it: {reason}; {folder} is whole") from error
     return commit.commit_url
 
 
