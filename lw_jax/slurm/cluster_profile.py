@@ -144,10 +144,10 @@ def inspect(plan: Plan, train: Train) -> list[Finding]:
         return []
     hours, (step, between) = plan.hours + (plan.validation_hours or 0.0), pace(plan.hours, train)
     try:
-        found = limit(hours, step_seconds=step, checkpoint_seconds=between, basis="predicted", site=site)
+        time_limit = limit(hours, step_seconds=step, checkpoint_seconds=between, basis="predicted", site=site)
     except UserError as error:
         return [Finding("error", f"{profile}: {error}")]
-    return [Finding("warning", f"{profile}: {found.description}")] if found.requeues else []
+    return [Finding("warning", f"{profile}: {time_limit.description}")] if time_limit.requeues else []
 
 
 def notice_seconds(step_seconds: float) -> int:
@@ -156,8 +156,8 @@ def notice_seconds(step_seconds: float) -> int:
 
 
 def clock(minutes: int) -> str:
-    days, rest = divmod(minutes, 24 * 60)
-    return f"{days}-{rest // 60:02}:{rest % 60:02}:00"
+    days, remainder = divmod(minutes, 24 * 60)
+    return f"{days}-{remainder // 60:02}:{remainder % 60:02}:00"
 
 
 def _require(holds: object, key: str, value: object, rule: str) -> None:

@@ -61,15 +61,15 @@ def make_job(
             f"or larger GPUs, or shorter texts; python run.py plan --config {request.config} --target {plan.target} "
             f"shows why{remedies}."
         )
-    hours, basis = _time(plan, steps=cfg.train.steps, given=request.hours, record=record)
+    hours, basis = _time(plan, steps=cfg.train.steps, requested=request.hours, record=record)
     step_seconds, checkpoint_seconds = cluster_profile.pace(hours, cfg.train)
     if request.hours is None and plan.hours and plan.validation_hours is not None:
         hours += hours * plan.validation_hours / plan.hours
         basis += ", validations included"
     if request.hours is None and plan.caching_key:
         basis += f", without filling the cache of {plan.caching_key}"
-    made = "compiled" if plan.compiled else "estimated, not compiled"
-    origin = f"plan {plan.target} ({made}): {plan.chosen.describe()}"
+    method = "compiled" if plan.compiled else "estimated, not compiled"
+    origin = f"plan {plan.target} ({method}): {plan.chosen.describe()}"
     python = "python" if site.setup else sys.executable  # setup lines activate an environment that has its own
     # All planned keys: the configuration file, which the job reads again, may set any of them.
     assignments = {**request.assignments, **plan.chosen.overrides()}
@@ -96,20 +96,20 @@ def clean_name(text: str) -> str:
     return re.sub(r"[^\w.-]+", "-", text, flags=re.ASCII) or "latentwire"
 
 
-def _time(plan: Plan, *, steps: int, given: float | None, record: Record | None) -> tuple[float, str]:
+def _time(plan: Plan, *, steps: int, requested: float | None, record: Record | None) -> tuple[float, str]:
     """Returns the hours of all steps and their source: --hours, else a measurement, else the plan."""
-    if given is not None and record is not None:
+    if requested is not None and record is not None:
         raise UserError(
-            f"--hours {given:g} and --measured {record.workdir}: each replaces the plan's time; give one of them."
+            f"--hours {requested:g} and --measured {record.workdir}: each replaces the plan's time; give one of them."
         )
     hours, basis = plan.hours, "predicted"
-    if given is not None:
-        hours, basis = given, "given by --hours"
+    if requested is not None:
+        hours, basis = requested, "given by --hours"
     elif record is not None:
         hours, basis = record.step_seconds * steps / 3600, record.describe()
     if hours is None or not (math.isfinite(hours) and hours > 0):
-        name = "hours" if given is None else "--hours"
-        why = f"{plan.untimed}; " if plan.untimed and given is None else ""
+        name = "hours" if requested is None else "--hours"
+        why = f"{plan.untimed}; " if plan.untimed and requested is None else ""
         rule = f"{why}a number above 0 is needed; give --hours H or --measured DIR."
         raise UserError(f"--target {plan.target}: {name} = {hours}: {rule}")
     return hours, basis
@@ -126,5 +126,5 @@ def limit(job: Job, site: Site) -> Limit:
 
 
 def describe_limit(job: Job, site: Site) -> str:
-    found = limit(job, site)
-    return f"time limit {clock(found.minutes)}: {found.description}"
+    time_limit = limit(job, site)
+    return f"time limit {clock(time_limit.minutes)}: {time_limit.description}"

@@ -98,13 +98,13 @@ def _directives(job: Job, site: Site, *, log: str) -> list[str]:
     minutes, _, parts = limit(job, site)
     gib = job.host_memory_bytes / 2**30
     named = [(key, getattr(site, key)) for key in ("partition", "account", "qos", "constraint")]
-    asked = [f"#SBATCH --{key}={value}" for key, value in named if value]
+    options = [f"#SBATCH --{key}={value}" for key, value in named if value]
     logs = str(job.logs)
     if not logs.isprintable() or any(mark in logs for mark in '"\\'):
         raise UserError(f"--workdir {str(job.logs.parent)!r}: SLURM cannot take this path for its log; rename it.")
     return [
         f"#SBATCH --job-name={job.name}",
-        *(asked or [f"# No site profile, or an empty one: {PORTABLE}"]),
+        *(options or [f"# No site profile, or an empty one: {PORTABLE}"]),
         "# One task a node drives all its GPUs: a group of GPUs that shares weights lies within one process.",
         f"#SBATCH --nodes={job.nodes}",
         "#SBATCH --ntasks-per-node=1",
@@ -139,8 +139,8 @@ def write(file: Path, text: str, *, logs: Path) -> None:
 
 def submit(file: Path) -> str:
     try:
-        command, own = ["sbatch", str(file)], environment.of_job()
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=own)
+        command, env = ["sbatch", str(file)], environment.of_job()
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     except FileNotFoundError as error:
         raise UserError(f"--submit: no sbatch here; run on a login node: sbatch {file}") from error
     if done.returncode:

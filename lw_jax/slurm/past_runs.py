@@ -29,8 +29,8 @@ class Record:
     differences: tuple[str, ...]  # from the job's configuration
 
     def describe(self) -> str:
-        found = self.hardware
-        return f"measured in {self.workdir} on {found.devices} x {found.kind}: {self.step_seconds:.4g} s/step"
+        hardware = self.hardware
+        return f"measured in {self.workdir} on {hardware.devices} x {hardware.kind}: {self.step_seconds:.4g} s/step"
 
     def describe_memory(self, planned: float) -> str:
         peak = f"{self.peak_bytes / 1e9:.1f} GB measured at most" if self.peak_bytes else "no peak in the record"
@@ -59,8 +59,8 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
     log = workdir / "metrics.jsonl"
     rows = [row for row in read_metrics(log) if row["step"] > hardware.since_step] if log.exists() else []
     laps = [row.get("train/seconds_per_step") for row in rows]
-    found = [lap for lap in laps if isinstance(lap, (int, float)) and math.isfinite(lap) and lap > 0]
-    if not found:
+    seconds = [lap for lap in laps if isinstance(lap, (int, float)) and math.isfinite(lap) and lap > 0]
+    if not seconds:
         rule = f"they are logged every train.log_every = {old.train.log_every} steps: let that run train longer"
         raise UserError(f"--measured {workdir}: no seconds a step in {log.name}; {rule}, or leave the flag out.")
     devices = [row for path in sorted(workdir.glob("devices*.jsonl")) for row in read_rows(path)]
@@ -69,7 +69,7 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
     return Record(
         workdir=workdir,
         hardware=hardware,
-        step_seconds=statistics.median(found),
+        step_seconds=statistics.median(seconds),
         peak_bytes=max(peaks, default=None),
         differences=(*_placed_otherwise(hardware, plan.chosen), *changes),
     )
@@ -86,23 +86,23 @@ def _check_run(workdir: Path, old: Config, cfg: Config) -> None:
             )
 
 
-def _check_machine(workdir: Path, found: HardwareRecord, plan: Plan) -> None:
+def _check_machine(workdir: Path, hardware: HardwareRecord, plan: Plan) -> None:
     chosen = plan.chosen
     if chosen is None:
         return  # nothing fits: `make_job` refuses it
     card = gpus.parse(plan.target).card
-    if (found.card, found.devices, found.hosts) == (card.name, chosen.devices_used, plan.hosts):
+    if (hardware.card, hardware.devices, hardware.hosts) == (card.name, chosen.devices_used, plan.hosts):
         return
-    theirs = f"{found.devices} x {found.card or found.kind} of {found.hosts} node(s)"
+    theirs = f"{hardware.devices} x {hardware.card or hardware.kind} of {hardware.hosts} node(s)"
     mine = f"{chosen.devices_used} x {card.name} of {plan.hosts} node(s)"
-    nodes = f"{found.hosts}x" if found.hosts > 1 else ""
+    nodes = f"{hardware.hosts}x" if hardware.hosts > 1 else ""
     remedy = "measure there, or leave the flag out"
-    if found.card:
-        remedy = f"name --target {nodes}{found.card}x{found.devices // found.hosts}, or {remedy}"
+    if hardware.card:
+        remedy = f"name --target {nodes}{hardware.card}x{hardware.devices // hardware.hosts}, or {remedy}"
     raise UserError(f"--measured {workdir}: measured on {theirs}, --target {plan.target} uses {mine}; {remedy}.")
 
 
-def _placed_otherwise(found: HardwareRecord, chosen: Candidate | None) -> list[str]:
+def _placed_otherwise(hardware: HardwareRecord, chosen: Candidate | None) -> list[str]:
     planned = chosen.overrides() if chosen else {}
-    pairs = (("placement", found.strategy, "mesh.placement"), ("remat", found.remat, "compute.remat"))
+    pairs = (("placement", hardware.strategy, "mesh.placement"), ("remat", hardware.remat, "compute.remat"))
     return [f"{name}: {old} -> {planned[key]}" for name, old, key in pairs if planned.get(key, old) != old]

@@ -20,11 +20,11 @@ def other_sizes(cfg: Config, plan: Plan) -> Sequence[Plan]:
         return []
     card = gpus.parse(plan.target).card.name
     targets = [target for count in SIZES.values() if (target := f"{card}x{count}") != plan.target]
-    compiled = [found for target in targets if plan.compiled and (found := kept(cfg, target))]
+    compiled = [cached for target in targets if plan.compiled and (cached := kept(cfg, target))]
     if plan.compiled and len(compiled) == len(targets):
         return compiled
-    own = [plan.target] if plan.compiled else []
-    return [*compiled, *(make(cfg, target, estimate=True) for target in (*targets, *own))]
+    job_targets = [plan.target] if plan.compiled else []
+    return [*compiled, *(make(cfg, target, estimate=True) for target in (*targets, *job_targets))]
 
 
 def compare(plans: Sequence[Plan], *, hours: float | None) -> list[str]:
@@ -37,21 +37,21 @@ def compare(plans: Sequence[Plan], *, hours: float | None) -> list[str]:
     Compiled and estimated hours differ by up to a half, so they never share a column: if a size is only estimated,
     every size has its estimate in separate columns.
     """
-    own, factor = plans[0], 1.0
-    if hours and own.hours and math.isfinite(own.hours):
-        factor = hours / own.hours
+    job_plan, factor = plans[0], 1.0
+    if hours and job_plan.hours and math.isfinite(job_plan.hours):
+        factor = hours / job_plan.hours
     elif hours:
-        plans = [dataclasses.replace(own, hours=hours), *plans[1:]]
-    bases = [{one.target: one for one in reversed(plans) if one.compiled is basis} for basis in (True, False)]
+        plans = [dataclasses.replace(job_plan, hours=hours), *plans[1:]]
+    bases = [{plan.target: plan for plan in reversed(plans) if plan.compiled is basis} for basis in (True, False)]
     mixed = all(bases)
     columns = ["hours", "GPU-hours"] + (["est. hours", "est. GPU-hours"] if mixed else [])
     rows = [["size", "GPUs", *columns, "plan"]]
-    sizes = {one.target: one.devices for one in plans}
+    sizes = {plan.target: plan.devices for plan in plans}
     for target, count in sorted(sizes.items(), key=lambda item: item[1]):
-        found = [basis.get(target) for basis in bases if basis]
-        best = next(one for one in found if one)
+        versions = [basis.get(target) for basis in bases if basis]
+        best = next(plan for plan in versions if plan)
         how = "" if best.compiled else " (estimate)"
-        price = [cell for one in found for cell in _price(one, count, factor)]
+        price = [cell for plan in versions for cell in _price(plan, count, factor)]
         rows.append([target, str(count), *price, best.chosen.strategy + how if best.chosen else "does not fit"])
     scaled = len(sizes) > 1 and abs(factor - 1) > 0.005
     notes = [f"every size x {factor:.2f}: the job's hours over the predicted ones"] if scaled else []
