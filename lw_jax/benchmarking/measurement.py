@@ -205,11 +205,11 @@ class Measured:
         return [self._load(name) for name in self.cfg.llms]
 
     def _load(self, name: str) -> Row:
-        llm, at = self.cfg.llms[name], self.placement.readers[name]
+        llm, component = self.cfg.llms[name], self.placement.readers[name]
         location = frozen_models.locate(self.cfg, llm.source, llm.sha256)
         platform = self.placement.platform
         shapes = frozen_models.describe(weights.describe(location), self.cfg, llm, platform)
-        shardings = frozen_models.shardings(shapes, llm, at, name)
+        shardings = frozen_models.shardings(shapes, llm, component, name)
         files = sorted({stored.file for stored in list_tensors(location).values()})
         size = sum(file.stat().st_size for file in files)
         read = min(_seconds(lambda: _read(files))[0] for _ in range(2))  # the first may wait for the disk
@@ -217,7 +217,7 @@ class Measured:
         taken, tree = _seconds(
             lambda: jax.block_until_ready(frozen_models.load(location, self.cfg, llm, shardings, platform))
         )
-        held = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) if jax.default_backend() == "cpu" else 0
+        resident_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) if jax.default_backend() == "cpu" else 0
         after = _host_bytes(peak=True)
         return Row(
             "load",
@@ -226,7 +226,7 @@ class Measured:
             f"{size / read / 1e9:.2f} GB/s",
             Spread.of([taken]),
             bytes=size,
-            peak_bytes=None if before is None or after is None else max(0, after - before - held),
+            peak_bytes=None if before is None or after is None else max(0, after - before - resident_bytes),
             peak_from="host",
         )
 
@@ -265,8 +265,8 @@ def padded(batch: Tree) -> float:
         masks = [fields["mask"]] if "mask" in fields else []
         masks += [np.asarray(fields["weights"]) > 0] if "targets" in fields else []
         real, total = real + sum(int(mask.sum()) for mask in masks), total + sum(mask.size for mask in masks)
-        for one in fields.values():
-            count(one)
+        for field in fields.values():
+            count(field)
 
     count(batch)
     return 1 - real / total if total else 0.0
@@ -290,7 +290,7 @@ def _host_bytes(*, peak: bool) -> int | None:
     status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     if not reset.exists():
         return None
-    found = dict(line.split(":", 1) for line in status.read_text("utf-8").splitlines())
+    fields = dict(line.split(":", 1) for line in status.read_text("utf-8").splitlines())
     if not peak:
         reset.write_text("5", "utf-8")  # sets the high-water mark back
-    return 1024 * int(found["VmHWM" if peak else "VmRSS"].split()[0])
+    return 1024 * int(fields["VmHWM" if peak else "VmRSS"].split()[0])

@@ -94,8 +94,8 @@ class Predicted:
 
     def encode(self) -> list[Row]:
         trainable, body = workload.encoder(self.recipe)
-        found = self._compile(jax.jit(self.recipe.wire.encode).lower(trainable, workload.texts(self.recipe), body))
-        return [encode_row(self.recipe, self.ceilings, found["predicted_seconds"], **found)]
+        costs = self._compile(jax.jit(self.recipe.wire.encode).lower(trainable, workload.texts(self.recipe), body))
+        return [encode_row(self.recipe, self.ceilings, costs["predicted_seconds"], **costs)]
 
     def prefill(self) -> list[Row]:
         return [row for name in self.placement.readers for row in self._prefill(name)]
@@ -119,18 +119,18 @@ class Predicted:
 
         lower = jax.jit(generate, static_argnums=2).lower
         counts = self.cfg.eval.max_new_tokens, 1
-        found, other = (self._compile(lower(params, prompts, count)) for count in counts)
-        both = found["predicted_seconds"], other["predicted_seconds"]
-        return answer_row(self.recipe, name, self.ceilings, both, **found)
+        whole, short = (self._compile(lower(params, prompts, count)) for count in counts)
+        both = whole["predicted_seconds"], short["predicted_seconds"]
+        return answer_row(self.recipe, name, self.ceilings, both, **whole)
 
     def _compile(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
         compiled: Any = gpus.compile_lowered(lowered)
-        found, needs = hlo_counts.analyse(compiled.as_text()), compiled.memory_analysis()
+        counts, needs = hlo_counts.analyse(compiled.as_text()), compiled.memory_analysis()
         peak = needs.argument_size_in_bytes + needs.temp_size_in_bytes + needs.output_size_in_bytes
         return {
-            "predicted_seconds": roofline.predict(found, self.target).total,
+            "predicted_seconds": roofline.predict(counts, self.target).total,
             "peak_bytes": peak,
             "peak_from": "compiled",
-            "compiled_flops": found.flops,
-            "compiled_bytes": found.moved_bytes,
+            "compiled_flops": counts.flops,
+            "compiled_bytes": counts.moved_bytes,
         }

@@ -78,20 +78,20 @@ def fill(shapes: Tree, *, ids: int = 0) -> Tree:
     1), for tables that learn, where equal tokens would meet in one row.
     """
     leaves, structure = jax.tree.flatten(shapes)
-    made: list[Any] = [None] * len(leaves)
+    arrays: list[Any] = [None] * len(leaves)
     groups: dict[Any, list[int]] = {}
     for number, leaf in enumerate(leaves):
         groups.setdefault(frozenset(leaf.sharding.device_set), []).append(number)  # a program's devices are the same
     for numbers in groups.values():
-        own = [leaves[number] for number in numbers]
-        drawn = jax.jit(lambda key, own=own: _draw(key, own, ids), out_shardings=[leaf.sharding for leaf in own])
+        part = [leaves[number] for number in numbers]
+        drawn = jax.jit(lambda key, part=part: _draw(key, part, ids), out_shardings=[leaf.sharding for leaf in part])
         for number, value in zip(numbers, drawn(jax.random.key(0, impl="rbg")), strict=True):  # compiles soonest
-            made[number] = value
-    return structure.unflatten(made)
+            arrays[number] = value
+    return structure.unflatten(arrays)
 
 
 def _draw(key: jax.Array, leaves: Sequence[jax.ShapeDtypeStruct], ids: int) -> list[jax.Array]:
-    def one(key: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    def sample(key: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if leaf.dtype == products.BITS:
             return products.as_bits(jax.random.uniform(key, leaf.shape, jnp.bfloat16, 0.0, 0.02))
         if ids and leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.integer):
@@ -100,7 +100,7 @@ def _draw(key: jax.Array, leaves: Sequence[jax.ShapeDtypeStruct], ids: int) -> l
             return jax.random.uniform(key, leaf.shape, leaf.dtype, 0.0, 0.02)
         return jnp.ones(leaf.shape, leaf.dtype)
 
-    return [one(own, leaf) for leaf, own in zip(leaves, jax.random.split(key, len(leaves)), strict=True)]
+    return [sample(subkey, leaf) for leaf, subkey in zip(leaves, jax.random.split(key, len(leaves)), strict=True)]
 
 
 def stepper(program: StepSpec, call: Callable[..., Any], batch: Tree) -> Callable[[], Any]:
