@@ -58,10 +58,10 @@ def _front(run: Run, wire: WireFolder, name: str, licence: str) -> str:
 
     bases = dict.fromkeys(filter(None, [_joined(run), *map(_repository, wire.models.values())]))
     data = [_hub_data(source) for _, source in _named(run)]
-    spoken = {licences.DATA[one].language for one in data if one in licences.DATA}
+    spoken = {licences.DATA[dataset].language for dataset in data if dataset in licences.DATA}
     spoken |= {"en" for _, source in _named(run) if source in MADE}  # the program's own texts are English
     scores = _scores(run) if _is_of(run, wire) else []
-    found = ModelCardData(
+    metadata = ModelCardData(
         language=sorted(spoken) or None,
         license=licence or "other",
         license_name=None if licence else "not-stated",
@@ -74,20 +74,20 @@ def _front(run: Run, wire: WireFolder, name: str, licence: str) -> str:
         model_name=name if scores else None,
         eval_results=scores or None,
     )
-    return f"---\n{found.to_yaml()}\n---\n"
+    return f"---\n{metadata.to_yaml()}\n---\n"
 
 
 def _scores(run: Run) -> list["EvalResult"]:
     """Returns exact match and F1 of each reader's message, in the hub's form; shares of 1."""
     from huggingface_hub import EvalResult
 
-    dataset, found = _measured_on(run), []
+    dataset, results = _measured_on(run), []
     kind = "" if "," in dataset else _hub_data(dataset)
     for reader, rows in run.evaluation.get("rows", {}).items():
         sent = rows.get("latents", {})
         for key, metric, called in (("em", "exact_match", "EM"), ("f1", "f1", "F1")):
             if sent.get(key) is not None:
-                found.append(
+                results.append(
                     EvalResult(
                         task_type="question-answering",
                         dataset_type=kind or "other",
@@ -97,7 +97,7 @@ def _scores(run: Run) -> list["EvalResult"]:
                         metric_value=round(sent[key], 4),
                     )
                 )
-    return found
+    return results
 
 
 def _is_cache(run: Run) -> bool:
@@ -140,7 +140,7 @@ def _use(run: Run, wire: WireFolder, repository: str) -> str:
     call, what = ("prompt_embeds", "f32 [t, d]")
     if run.cfg.adapter.kind == "kv" or _is_cache(run):
         call, what = "prefix_kv", "keys and values, and the embeddings behind them"
-    given = ", ratio=1" if _is_cache(run) else ""
+    options = ", ratio=1" if _is_cache(run) else ""
     lines = [
         "## Use\n",
         "```sh",
@@ -152,7 +152,7 @@ def _use(run: Run, wire: WireFolder, repository: str) -> str:
         "",
         f'wire = lw_jax.load_wire("{place}"{sources})',
         'text, question = "Mara Ellis lives in Lisbon.", "Where does Mara Ellis live?"',
-        f"message = wire.write(text{given})  # bytes",
+        f"message = wire.write(text{options})  # bytes",
         f'print(wire.read(message, reader="{reader}", question=question))',
         f'prompt = wire.{call}(message, reader="{reader}", question=question)  # {what}, for other programs',
         "```\n",
@@ -176,34 +176,34 @@ def _models(wire: WireFolder) -> str:
 def _results(run: Run, wire: WireFolder) -> str:
     if not run.evaluation:
         return f"## Results\n\nNot evaluated. `{run.command('eval')}` before the export fills this part.\n"
-    found = ["## Results\n"]
+    lines = ["## Results\n"]
     if not _is_of(run, wire):
-        found.append(
+        lines.append(
             _paragraph(
                 f"**Measured at step {run.evaluation['step']}, and this folder holds step {wire.step}.** "
                 f"`{run.command('eval')}` measures that one; then export again."
             )
         )
-    for one in tables.verdicts(run):
-        head, *figures = one.text.split("; ")
-        found += [f"- {head}", *(f"  - {figure}" for figure in figures)]
+    for verdict in tables.verdicts(run):
+        head, *figures = verdict.text.split("; ")
+        lines += [f"- {head}", *(f"  - {figure}" for figure in figures)]
     for reader, rows in run.evaluation["rows"].items():
         table = tables.control(rows)
         named = {table.head.index(name) for name in COLUMNS if name in table.head}
         f1 = list(table.head).index("F1, %")
         shown = sorted(named - {table.head.index("95 %")} | {f1 + 1})  # of the intervals that of F1
-        head = ["95 % of F1" if table.head[at] == "95 %" else table.head[at] for at in shown]
-        found += [f"\nReader `{reader}`:\n", _table(head, [[row[at] for at in shown] for row in table.rows])]
+        head = ["95 % of F1" if table.head[column] == "95 %" else table.head[column] for column in shown]
+        lines += [f"\nReader `{reader}`:\n", _table(head, [[row[column] for column in shown] for row in table.rows])]
     meanings = (f"`{row}` {meaning}" for row, meaning in tables.meanings(run.evaluation["rows"]).items())
     exact = "" if wire.dtype == "fp32" else f", with the run's fp32 values, not this folder's {wire.dtype}"
-    found.append(_paragraph(f"The reader sees, beside the question: {'; '.join(meanings)}."))
-    found.append(
+    lines.append(_paragraph(f"The reader sees, beside the question: {'; '.join(meanings)}."))
+    lines.append(
         _paragraph(
             f"Measured at step {run.evaluation['step']} on {_name_of(_measured_on(run))}{exact}. Times are of "
             "the machine that measured."
         )
     )
-    return "\n".join(found)
+    return "\n".join(lines)
 
 
 def _measured_on(run: Run) -> str:
@@ -216,9 +216,9 @@ def _is_of(run: Run, wire: WireFolder) -> bool:
 
 
 def _licences(run: Run, wire: WireFolder, licence: str) -> str:
-    own = f"`{licence}`" if licence else "not stated by its owner: `export --license ID` states it"
+    stated = f"`{licence}`" if licence else "not stated by its owner: `export --license ID` states it"
     arrays = "bases and tables of its readers" if _is_cache(run) else "the encoder's and the adapters' arrays"
-    rows = [("this wire", arrays, own)]
+    rows = [("this wire", arrays, stated)]
     for name, model in wire.models.items():
         inside = name == BODY and not run.cfg.encoder.rank
         what = label(name) + (", whose trained copy is part of the wire" if inside else "")
@@ -229,9 +229,9 @@ def _licences(run: Run, wire: WireFolder, licence: str) -> str:
         rows.append(("the encoder's arrays, of another wire", place, _linked(None, licences.page(there), there)))
     for what, source in _named(run):
         rows.append((what, _name_of(source), _data_licence(source)))
-    made = "computed" if _is_cache(run) else "trained"
+    method = "computed" if _is_cache(run) else "trained"
     text = _paragraph(
-        f"The wire was {made} through its readers and on its data: what you may do with it depends on all of these."
+        f"The wire was {method} through its readers and on its data: what you may do with it depends on all of these."
     )
     return f"## Licences\n\n{text}\n{_table(('part', 'source', 'licence'), rows)}"
 
@@ -241,13 +241,13 @@ def _named(run: Run) -> list[tuple[str, str]]:
     for use, key in (("training", data.train), ("validation", data.validation), ("passages", data.passages)):
         for name in filter(None, row_sources.split_sources(key)):
             uses.setdefault(name, []).append(use)
-    return [(f"data of {' and '.join(found)}", name) for name, found in uses.items()]
+    return [(f"data of {' and '.join(roles)}", name) for name, roles in uses.items()]
 
 
 def _name_of(source: str) -> str:
     return ", ".join(
-        one if one.startswith(row_sources.HUB) or one in MADE else Path(one).name
-        for one in row_sources.split_sources(source)
+        name if name.startswith(row_sources.HUB) or name in MADE else Path(name).name
+        for name in row_sources.split_sources(source)
     )
 
 
@@ -324,9 +324,9 @@ def _limits(run: Run, wire: WireFolder) -> str:
             "- It serves these readers only; who writes for a reader must have that reader.",
             "- Texts of another kind or language than the data above lose more.",
         ]
-    if made := [label(name) for name, model in wire.models.items() if model.source.startswith(SELFMADE)]:
+    if selfmade := [label(name) for name, model in wire.models.items() if model.source.startswith(SELFMADE)]:
         lines.append(
-            f"- No hub has {' or '.join(made)}: the command above makes them, with these hashes only where the "
+            f"- No hub has {' or '.join(selfmade)}: the command above makes them, with these hashes only where the "
             "arithmetic is that of the machine that trained."
         )
     exact = wire.dtype == "fp32" or (_is_cache(run) and wire.dtype == "int8" and not wire.step)

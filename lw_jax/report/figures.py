@@ -146,10 +146,10 @@ def draw_rows(readers: Mapping[str, Mapping[str, Any]], curve: Curve | None) -> 
     colours = {row: COLOURS[number % len(COLOURS)] for number, row in enumerate(names)}
     for pair, (reader, rows) in zip(panels, readers.items(), strict=True):
         for panel, quality in zip(pair, ("f1", "nll"), strict=True):
-            for row, found in rows.items():
-                middle, (low, high) = found[quality], found.get(f"{quality}_interval") or (math.nan, math.nan)
+            for row, result in rows.items():
+                middle, (low, high) = result[quality], result.get(f"{quality}_interval") or (math.nan, math.nan)
                 panel.errorbar(
-                    found["positions"],
+                    result["positions"],
                     middle,
                     yerr=[[max(middle - low, 0)], [max(high - middle, 0)]],
                     fmt="s" if "text" in row or row in WORDS else "o",
@@ -176,10 +176,10 @@ def draw_rows(readers: Mapping[str, Mapping[str, Any]], curve: Curve | None) -> 
 
 def _by_slots(curve: Curve | None, reader: str, quality: str) -> tuple[list[float], list[float]]:
     """Returns positions and figures of a reader's messages of the most bits and width."""
-    own: list[Any] = [p for p in curve.points if p["reader"] == reader and quality in p] if curve else []
-    most = max(((p["width"], p["bits"]) for p in own), default=None)
-    line = sorted((p["positions"], p[quality]) for p in own if (p["width"], p["bits"]) == most)
-    return [at for at, _ in line], [value for _, value in line]
+    points: list[Any] = [p for p in curve.points if p["reader"] == reader and quality in p] if curve else []
+    most = max(((p["width"], p["bits"]) for p in points), default=None)
+    line = sorted((p["positions"], p[quality]) for p in points if (p["width"], p["bits"]) == most)
+    return [position for position, _ in line], [value for _, value in line]
 
 
 def to_svg(figure: Figure, *, label: str) -> str:
@@ -222,8 +222,8 @@ def _draw_reader(panel: Axes, curve: Curve, reader: str) -> None:
         line = sorted((p for p in points if _channel(p) == channel), key=lambda p: p["framed_bytes"])
         x, y = [p["framed_bytes"] for p in line], [p[curve.quality] for p in line]
         panel.plot(x, y, color=colour, linewidth=1.5, zorder=3, label=channel)
-        for point, at, value in zip(line, x, y, strict=True):
-            panel.plot(at, value, MARKERS[point["bits"]], color=colour, markersize=7, zorder=4)
+        for point, nbytes, value in zip(line, x, y, strict=True):
+            panel.plot(nbytes, value, MARKERS[point["bits"]], color=colour, markersize=7, zorder=4)
     rows: dict[Any, Any] = {**curve.references.get(reader, {})}
     levels = {name: row[curve.quality] for name, row in rows.items() if math.isfinite(row[curve.quality])}
     for name, level in levels.items():

@@ -100,10 +100,10 @@ def validation(run: Run) -> list[Panel]:
 def positions(run: Run) -> tuple[int, list[Span]]:
     """Returns the step of the last validation with losses by position, and the losses in order."""
     for row in reversed(run.metrics):
-        found = [(match, value) for name, value in row.items() if (match := POSITION.fullmatch(name))]
-        if found:
-            spans = [Span(int(match[1]), int(match[2]), to_number(value)) for match, value in found]
-            return row["step"], sorted(spans, key=lambda one: one.first)
+        matches = [(match, value) for name, value in row.items() if (match := POSITION.fullmatch(name))]
+        if matches:
+            spans = [Span(int(match[1]), int(match[2]), to_number(value)) for match, value in matches]
+            return row["step"], sorted(spans, key=lambda span: span.first)
     return 0, []
 
 
@@ -121,7 +121,7 @@ def speed(run: Run) -> Table | None:
         return None
     rows = [("tokens/s, all devices", *_spread(tokens, 0))]
     if devices:
-        rows.append((f"tokens/s a device, of {devices}", *_spread([one / devices for one in tokens], 0)))
+        rows.append((f"tokens/s a device, of {devices}", *_spread([rate / devices for rate in tokens], 0)))
     rows.append(("seconds a step", *_spread(_finite(run, "train/seconds_per_step"), 4)))
     return Table(("over the logged steps", "median", "quartiles", "min .. max", "samples"), rows)
 
@@ -168,7 +168,7 @@ def _matching_row(run: Run) -> dict[str, Any] | None:
     """Returns the row of scaling.json with this run's shapes, a measured one first."""
     batch, devices = run.cfg.train.global_batch, device_count(run)
     count = _values(run, "trainable/")
-    found = [
+    matches = [
         row
         for row in run.scaling
         if (row["length"], row["global_batch"]) == (window(run), batch)
@@ -176,7 +176,7 @@ def _matching_row(run: Run) -> dict[str, Any] | None:
         and row["parameters"] == (count or row["parameters"])
         and row["devices"] == (devices or row["devices"])
     ]
-    return min(found, key=lambda row: (row["kind"] != "measured", row["devices"]), default=None)
+    return min(matches, key=lambda row: (row["kind"] != "measured", row["devices"]), default=None)
 
 
 def device_count(run: Run) -> int:
@@ -216,5 +216,5 @@ def _spread(values: Iterable[float], digits: int) -> tuple[str, str, str, str]:
     if not ordered:
         return "unknown", "", "", "0"
     quartiles = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
-    least, low, middle, high, most = (number(one, digits=digits) for one in (ordered[0], *quartiles, ordered[-1]))
+    least, low, middle, high, most = (number(value, digits=digits) for value in (ordered[0], *quartiles, ordered[-1]))
     return middle, f"{low} .. {high}", f"{least} .. {most}", str(len(ordered))

@@ -77,11 +77,11 @@ def _curves(run: Run) -> dict[str, Any]:
 
 
 def _language(run: Run) -> dict[str, Any]:
-    step, found = language.positions(run)
-    drawn = figures.draw_positions([one.name for one in found], [one.loss for one in found]) if found else None
+    step, spans = language.positions(run)
+    drawn = figures.draw_positions([span.name for span in spans], [span.loss for span in spans]) if spans else None
     memory = language.memory(run)
     return {
-        "positions": language.by_position(found),
+        "positions": language.by_position(spans),
         "position_step": f"{step:,}",
         "position_picture": _picture(drawn, "held-out perplexity by position in the window") if drawn else "",
         "tokens_a_step": language.tokens_a_step(run),
@@ -97,21 +97,21 @@ def _language(run: Run) -> dict[str, Any]:
 
 
 def _evaluation(run: Run) -> dict[str, Any]:
-    found = run.evaluation
+    evaluation = run.evaluation
     shown = tables.shown_rows(run.predictions)
     examples, count = tables.examples(run.predictions, shown)
-    drawn = tables.drawable_rows(found.get("rows", {}))
+    drawn = tables.drawable_rows(evaluation.get("rows", {}))
     return {
-        "controls": [(reader, tables.control(rows)) for reader, rows in found.get("rows", {}).items()],
-        "between": tables.between(found.get("readers", {})),
-        "joint": tables.joint(found["joint"]) if found.get("joint") else None,
-        "agreement": tables.agreement(found["joint"]) if found.get("joint") else "",
+        "controls": [(reader, tables.control(rows)) for reader, rows in evaluation.get("rows", {}).items()],
+        "between": tables.between(evaluation.get("readers", {})),
+        "joint": tables.joint(evaluation["joint"]) if evaluation.get("joint") else None,
+        "agreement": tables.agreement(evaluation["joint"]) if evaluation.get("joint") else "",
         "by_position": _picture(figures.draw_rows(drawn, run.curve), "quality of answers against reader positions")
         if drawn
         else "",
-        "rows": tables.meanings(found.get("rows", {})),
-        "counts": tables.counts(found["counts"]) if found.get("counts") else "",
-        "geometry": tables.geometry(found["latents"]) if found else None,
+        "rows": tables.meanings(evaluation.get("rows", {})),
+        "counts": tables.counts(evaluation["counts"]) if evaluation.get("counts") else "",
+        "geometry": tables.geometry(evaluation["latents"]) if evaluation else None,
         "slots": _picture(figures.draw_slots(run.slots), "cosine between slots") if run.slots else "",
         "examples": examples,
         "example_rows": [tables.TITLES[row] for row in shown],

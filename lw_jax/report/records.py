@@ -134,8 +134,8 @@ class Run:
 
     @property
     def curve(self) -> Curve | None:
-        found = self.evaluation.get("curve")
-        return _to_nan(found) if found else None
+        curve = self.evaluation.get("curve")
+        return _to_nan(curve) if curve else None
 
 
 def read(workdir: Path) -> Run:
@@ -181,10 +181,10 @@ def _read_rows(path: Path, kind: Any) -> list[dict[str, Any]]:
 
 def _read_slots(path: Path) -> list[list[float]]:
     """Returns the square matrix of cosines between slots; NaN for null."""
-    found = _read(path, Slots, [])
-    if any(len(row) != len(found) for row in found):
-        raise UserError(f"{path}: {len(found)} rows, not all of {len(found)} values; {REMEDY}")
-    return _to_nan(found)
+    matrix = _read(path, Slots, [])
+    if any(len(row) != len(matrix) for row in matrix):
+        raise UserError(f"{path}: {len(matrix)} rows, not all of {len(matrix)} values; {REMEDY}")
+    return _to_nan(matrix)
 
 
 def _read_leaves(folder: Path) -> dict[str, Any]:

@@ -27,8 +27,8 @@ def tables(run: Run) -> list[tuple[str, Table]]:
 
 
 def configurations(run: Run) -> str:
-    found = dict.fromkeys(f"{row['config']} ({row['parameters']:,} trained values)" for row in run.scaling)
-    return ", ".join(found)
+    names = dict.fromkeys(f"{row['config']} ({row['parameters']:,} trained values)" for row in run.scaling)
+    return ", ".join(names)
 
 
 def shares_cores(run: Run) -> bool:
@@ -55,7 +55,7 @@ def efficiency(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float | N
     if row["scaling"] not in ("weak", "strong") or not row["tokens_per_second"]:
         return None
     same = ("kind", "scaling", "target", "config", "length")
-    alone = [one for one in rows if one["devices"] == 1 and all(one[key] == row[key] for key in same)]
+    alone = [other for other in rows if other["devices"] == 1 and all(other[key] == row[key] for key in same)]
     if len(alone) != 1 or not alone[0]["tokens_per_second"]:
         return None
     return row["tokens_per_second"] / row["devices"] / alone[0]["tokens_per_second"]

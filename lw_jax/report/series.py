@@ -39,11 +39,11 @@ def validation(run: Run) -> list[Panel]:
 
 def borders(run: Run) -> list[tuple[str, int]]:
     """Returns (name, first step) of each stage."""
-    found, first = [], 1
+    starts, first = [], 1
     for name, _, steps in config.stages(run.cfg):
-        found.append((name, first))
+        starts.append((name, first))
         first += steps
-    return found
+    return starts
 
 
 def count_undefined(run: Run) -> int:
@@ -59,10 +59,10 @@ def count_joined(run: Run) -> int:
 def _by_task(run: Run, phase: str) -> list[Panel]:
     readers = list(run.cfg.llms)
     matches = (NLL.fullmatch(key) for key in dict.fromkeys(key for row in run.metrics for key in row))
-    found = [match for match in matches if match and match["phase"] == phase and match["reader"] in readers]
+    selected = [match for match in matches if match and match["phase"] == phase and match["reader"] in readers]
     # Answers last: earlier stages reconstruct and continue.
-    tasks: dict[str, list[Line]] = {match["task"]: [] for match in found if match["task"]}
-    for match in sorted(found, key=lambda match: (readers.index(match["reader"]), bool(match["other"]))):
+    tasks: dict[str, list[Line]] = {match["task"]: [] for match in selected if match["task"]}
+    for match in sorted(selected, key=lambda match: (readers.index(match["reader"]), bool(match["other"]))):
         label = match["reader"] + (", another text's latents" if match["other"] else "")
         line = read_line(
             run, match[0], label, colour=readers.index(match["reader"]), style="--" if match["other"] else "-"
@@ -104,11 +104,11 @@ def _join(values: Sequence[float], count: int) -> list[float]:
 
 def keep_drawable(panels: Iterable[Panel]) -> list[Panel]:
     """Returns the panels without empty lines; logarithmic only over more than a decade."""
-    found: list[Panel] = []
+    drawable: list[Panel] = []
     for panel in panels:
         lines = [line for line in panel.lines if any(map(math.isfinite, line.values))]
         values = [value for line in lines for value in line.values if math.isfinite(value)]
         if lines:
             is_logarithmic = panel.is_logarithmic and max(values) > DECADE * min(values) > 0
-            found.append(dataclasses.replace(panel, lines=lines, is_logarithmic=is_logarithmic))
-    return found
+            drawable.append(dataclasses.replace(panel, lines=lines, is_logarithmic=is_logarithmic))
+    return drawable

@@ -73,7 +73,7 @@ def verdicts(run: Run) -> list[Verdict]:
     if not run.evaluation:
         return [Verdict("none", "no evaluation yet")]
     order = list(verdict.WORDS)
-    found = []
+    lines = []
     for reader, figures in run.evaluation["readers"].items():
         key = verdict.judge(figures)
         shown = [*_headline(run.evaluation["rows"].get(reader, {}), figures)]
@@ -82,17 +82,17 @@ def verdicts(run: Run) -> list[Verdict]:
                 value, span = _cells(figures, name, column)
                 shown.append(f"{column.label} {value} {column.unit} ({span})")
         reasons = [f"{name}: {figures[f'{name}_reason']}" for name in COMPARISON if figures.get(f"{name}_reason")]
-        found.append(Verdict(key, f"{reader}: {verdict.WORDS[key]}" + "; ".join(["", *shown, *reasons])))
-    return sorted(found, key=lambda one: -order.index(one.key))
+        lines.append(Verdict(key, f"{reader}: {verdict.WORDS[key]}" + "; ".join(["", *shown, *reasons])))
+    return sorted(lines, key=lambda line: -order.index(line.key))
 
 
 def _headline(rows: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any]) -> Iterator[str]:
     """Yields the message's reader positions beside the text's, its speed, and F1 of text, message and controls."""
     upper = figures.get("upper", "text")
-    held = {name: rows[name]["positions"] for name in ("latents", upper) if rows.get(name, {}).get("positions")}
-    if len(held) == 2 and figures.get("fewer_positions"):
+    positions = {name: rows[name]["positions"] for name in ("latents", upper) if rows.get(name, {}).get("positions")}
+    if len(positions) == 2 and figures.get("fewer_positions"):
         yield (
-            f"{held['latents']:,.1f} reader positions in place of {held[upper]:,.1f}, "
+            f"{positions['latents']:,.1f} reader positions in place of {positions[upper]:,.1f}, "
             f"{_times(figures['fewer_positions'], 'fewer', 'more')}"
         )
     if figures.get("faster"):
@@ -120,7 +120,7 @@ def _preference(run: Run) -> Verdict:
 
 def drawable_rows(readers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Returns the rows with known positions and qualities that answer the same questions, by reader."""
-    found = {
+    drawable = {
         reader: {
             row: figures
             for row, figures in rows.items()
@@ -129,7 +129,7 @@ def drawable_rows(readers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[st
         }
         for reader, rows in readers.items()
     }
-    return {reader: rows for reader, rows in found.items() if rows}
+    return {reader: rows for reader, rows in drawable.items() if rows}
 
 
 def meanings(readers: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -139,17 +139,17 @@ def meanings(readers: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def control(rows: Mapping[str, Mapping[str, Any]]) -> Table:
-    columns = {name: column for name, column in ROW.items() if any(name in found for found in rows.values())}
-    return Table(_heads("row", columns), [_line(row, found, columns) for row, found in rows.items()])
+    columns = {name: column for name, column in ROW.items() if any(name in figures for figures in rows.values())}
+    return Table(_heads("row", columns), [_line(row, figures, columns) for row, figures in rows.items()])
 
 
 def between(readers: Mapping[str, Mapping[str, Any]]) -> Table:
     columns = {"fewer_positions": Column("fewer reader positions, x")} | COMPARISON
-    return Table(_heads("reader", columns), [_line(reader, found, columns) for reader, found in readers.items()])
+    return Table(_heads("reader", columns), [_line(reader, figures, columns) for reader, figures in readers.items()])
 
 
 def _heads(first: str, columns: Mapping[str, Column]) -> list[str]:
-    return [first, *(head for one in columns.values() for head in (one.heading, *["95 %"] * one.interval))]
+    return [first, *(head for column in columns.values() for head in (column.heading, *["95 %"] * column.interval))]
 
 
 def _line(name: str, figures: Mapping[str, Any], columns: Mapping[str, Column]) -> list[str]:
@@ -198,16 +198,16 @@ def points(curve: Curve) -> Table:
 
 
 def sizes(curve: Curve) -> Table:
-    found = [(size, f"the text, {name}") for name, size in curve.text_bytes.items()]
+    rows = [(size, f"the text, {name}") for name, size in curve.text_bytes.items()]
     messages: dict[float, dict[str, None]] = {}
     for point in curve.points:
         text = f"{point['slots']:g} x {point['width']} x {point['bits']}"
         messages.setdefault(point["framed_bytes"], {})[text] = None
-    found += [(size, "message of " + ", ".join(shapes)) for size, shapes in messages.items()]
+    rows += [(size, "message of " + ", ".join(shapes)) for size, shapes in messages.items()]
     whole = curve.text_bytes[PLAIN]
     return Table(
         ("sent (message: slots x values x bits)", "mean bytes", "of UTF-8, %"),
-        [(text, f"{size:,.0f}", f"{100 * size / whole:,.0f}") for size, text in sorted(found)],
+        [(text, f"{size:,.0f}", f"{100 * size / whole:,.0f}") for size, text in sorted(rows)],
     )
 
 
@@ -222,9 +222,9 @@ def examples(predictions: Sequence[Mapping[str, Any]], rows: Sequence[str]) -> t
     grouped: dict[int, dict[tuple[str, str], Mapping[str, Any]]] = {}
     for record in predictions:
         grouped.setdefault(record["index"], {})[record["reader"], record["row"]] = record
-    found = list(grouped.values())
-    count = min(EXAMPLES, len(found))
-    return [_show(found[i * len(found) // count], rows) for i in range(count)], len(found)
+    groups = list(grouped.values())
+    count = min(EXAMPLES, len(groups))
+    return [_show(groups[i * len(groups) // count], rows) for i in range(count)], len(groups)
 
 
 def _show(records: Mapping[tuple[str, str], Mapping[str, Any]], rows: Sequence[str]) -> Shown:
