@@ -214,7 +214,7 @@ class Measured:
         size = sum(file.stat().st_size for file in files)
         read = min(_seconds(lambda: _read(files))[0] for _ in range(2))  # the first may wait for the disk
         before = _host_bytes(peak=False)
-        taken, tree = _seconds(
+        seconds, tree = _seconds(
             lambda: jax.block_until_ready(frozen_models.load(location, self.cfg, llm, shardings, platform))
         )
         resident_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) if jax.default_backend() == "cpu" else 0
@@ -222,9 +222,9 @@ class Measured:
         return Row(
             "load",
             name,
-            f"{size / 1e9:.2f} GB of files as {llm.weights}, {size / taken / 1e9:.2f} GB/s; read alone "
+            f"{size / 1e9:.2f} GB of files as {llm.weights}, {size / seconds / 1e9:.2f} GB/s; read alone "
             f"{size / read / 1e9:.2f} GB/s",
-            Spread.of([taken]),
+            Spread.of([seconds]),
             bytes=size,
             peak_bytes=None if before is None or after is None else max(0, after - before - resident_bytes),
             peak_from="host",

@@ -52,14 +52,14 @@ def encode_row(recipe: LatentWire, ceilings: Ceilings, median: float, **fields: 
 
 
 def prefill_rows(name: str, prompts: dict[str, workload.PromptShapes], fields: dict[str, dict[str, Any]]) -> list[Row]:
-    rows, took = [], []
+    rows, seconds = [], []
     for kind, prompt in prompts.items():
         computed = prompt.embeddings.shape[1]
         what = f"1 {kind} in a prompt of {prompt.positions} positions, {computed} of them computed"
         row = Row("prefill", name, what, **fields[kind])
         rows.append(row)
-        took.append(row.seconds.median if row.seconds else row.predicted_seconds)
-    ratio = took[0] / took[1]
+        seconds.append(row.seconds.median if row.seconds else row.predicted_seconds)
+    ratio = seconds[0] / seconds[1]
     return [rows[0], dataclasses.replace(rows[1], what=f"{rows[1].what}; the text takes {ratio:.2f} x as long")]
 
 

@@ -44,14 +44,14 @@ class Ceilings:
 
 def repeat(call: Callable[[], Any], *, repeats: int, warmup: int = 1, warm_seconds: float = 0.0) -> list[float]:
     """Returns the seconds of each call until its results are there, after some that are not counted."""
-    taken, begun = [], time.perf_counter()
-    while len(taken) < warmup + repeats:
+    samples, begun = [], time.perf_counter()
+    while len(samples) < warmup + repeats:
         started = time.perf_counter()
         jax.block_until_ready(call())
-        taken.append(time.perf_counter() - started)
-        if len(taken) == warmup and time.perf_counter() - begun < warm_seconds:
-            taken.pop()
-    return taken[warmup:]
+        samples.append(time.perf_counter() - started)
+        if len(samples) == warmup and time.perf_counter() - begun < warm_seconds:
+            samples.pop()
+    return samples[warmup:]
 
 
 def ceilings(dtype: str, *, repeats: int = 20) -> Ceilings:

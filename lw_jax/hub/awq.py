@@ -36,8 +36,8 @@ def match(location: Path, catalogue: dict[str, Stored], slots: dict[str, Slot]) 
             if part not in catalogue:
                 raise UserError(f"{location}: tensor {part} is missing; fetch the model again")
             if (catalogue[part].kind, catalogue[part].shape) != (kind, shape):
-                had = f"{catalogue[part].kind} {catalogue[part].shape}"
-                raise UserError(f"{catalogue[part].label} is {had}, AWQ with groups of 128 asks for {kind} {shape}")
+                actual = f"{catalogue[part].kind} {catalogue[part].shape}"
+                raise UserError(f"{catalogue[part].label} is {actual}, AWQ with groups of 128 asks for {kind} {shape}")
         matrices[slot.path, slot.layer] = Matrix(*(catalogue.pop(part) for part in wanted))
     return matrices
 

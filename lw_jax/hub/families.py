@@ -296,10 +296,10 @@ _AWQ = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 128, 
 def _refuse_packing(stated: Packing | None, where: str) -> None:
     stated = stated or Packing()
     for key, value in _AWQ.items():
-        had = getattr(stated, key)
-        if (had.lower() if isinstance(had, str) else had) != value:
+        actual = getattr(stated, key)
+        if (actual.lower() if isinstance(actual, str) else actual) != value:
             raise UserError(
-                f"{where}: quantization_config.{key}={had!r}, only {value!r} is read (AWQ GEMM, 4 "
+                f"{where}: quantization_config.{key}={actual!r}, only {value!r} is read (AWQ GEMM, 4 "
                 "bits); use the model's unquantised folder, and pack it while loading: weights='nf4'"
             )
     if names := stated.modules_to_not_convert:
@@ -315,21 +315,21 @@ def refuse_fields(
     """
     family = fields.get("model_type")
     if "quantization_config" in raw_keys and is_stated(fields.get("quantization_config")):
-        had = f"{fields.get('quantization_config')!r:.80}"
+        stated = f"{fields.get('quantization_config')!r:.80}"
         raise UserError(
-            f"{where}: quantization_config={had}: quantised storage is read from .gguf files only; use the model's "
+            f"{where}: quantization_config={stated}: quantised storage is read from .gguf files only; use the model's "
             "unquantised folder"
         )
     if missing := sorted(required - raw_keys):
         raise UserError(f"{where}: field {missing[0]} is missing; it is needed for model_type {family!r}")
     for key, value in must.items():
-        had = fields.get(key)
-        if had is not None and (had != value or isinstance(had, bool) != isinstance(value, bool)):
-            raise UserError(f"{where}: {key}={had!r:.80}, only {value!r} is supported for model_type {family!r}")
+        actual = fields.get(key)
+        if actual is not None and (actual != value or isinstance(actual, bool) != isinstance(value, bool)):
+            raise UserError(f"{where}: {key}={actual!r:.80}, only {value!r} is supported for model_type {family!r}")
     if unknown := sorted(key for key in raw_keys - free - must.keys() if is_stated(fields.get(key))):
-        had = f"{unknown[0]!r:.80}"[1:-1]
+        name = f"{unknown[0]!r:.80}"[1:-1]
         raise UserError(
-            f"{where}: field {had}={fields.get(unknown[0])!r:.80} is not known for model_type {family!r} and may "
+            f"{where}: field {name}={fields.get(unknown[0])!r:.80} is not known for model_type {family!r} and may "
             "change what the model computes; if it does not, remove it from the file"
         )
 

@@ -82,15 +82,15 @@ def hf_fields(
     if metadata.get("general.type", "model") != "model":
         raise UserError(f"{where}: general.type={metadata['general.type']!r:.80}; only a whole 'model' is a reader")
     if metadata.get("split.count", 1) not in (0, 1):
-        had = f"split.count={metadata['split.count']!r:.80}"
-        raise UserError(f"{where}: {had}: a part of a model; join them with llama-gguf-split --merge")
+        field = f"split.count={metadata['split.count']!r:.80}"
+        raise UserError(f"{where}: {field}: a part of a model; join them with llama-gguf-split --merge")
     stored = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
     for key, value in _MUST_EQUAL.items():
         if stored.get(key, value) != value:
             raise UserError(f"{where}: {arch}.{key}={stored[key]!r:.80}, only {value!r} is supported")
     if unknown := sorted(stored.keys() - _KNOWN):
-        had = f"{unknown[0]:.80}={stored[unknown[0]]!r:.80}"
-        raise UserError(f"{where}: field {arch}.{had} may change what the model computes")
+        field = f"{unknown[0]:.80}={stored[unknown[0]]!r:.80}"
+        raise UserError(f"{where}: field {arch}.{field} may change what the model computes")
     if lists := [key for key, value in stored.items() if isinstance(value, list)]:
         raise UserError(f"{where}: {arch}.{lists[0]} differs by layer, which is not supported")
     if "token_embd.weight" not in tensors:

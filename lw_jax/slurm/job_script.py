@@ -140,14 +140,14 @@ def write(file: Path, text: str, *, logs: Path) -> None:
 def submit(file: Path) -> str:
     try:
         command, env = ["sbatch", str(file)], environment.of_job()
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+        process = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     except FileNotFoundError as error:
         raise UserError(f"--submit: no sbatch here; run on a login node: sbatch {file}") from error
-    if done.returncode:
+    if process.returncode:
         raise UserError(
-            f"--submit: sbatch {file}: {one_line(done.stderr)}; correct the site profile, see docs/slurm.md."
+            f"--submit: sbatch {file}: {one_line(process.stderr)}; correct the site profile, see docs/slurm.md."
         )
-    return done.stdout.strip()
+    return process.stdout.strip()
 
 
 # --- several configurations
