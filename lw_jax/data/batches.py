@@ -94,8 +94,8 @@ class Encoded:
                 raise UserError(
                     f"batch rows {sorted(missing)} of {name!r} were not encoded; name them in encode(rows=)"
                 )
-            kept = (key for key in fields if key in wanted or key not in (*PROMPT_FIELDS, "answer"))
-            readers[name] = {key: fields[key].collate(indices) for key in kept}
+            keys = (key for key in fields if key in wanted or key not in (*PROMPT_FIELDS, "answer"))
+            readers[name] = {key: fields[key].collate(indices) for key in keys}
             readers[name] |= {"channel": channel, "task": Task(self.task)}
             if name in self.teachers:
                 readers[name]["teacher"] = self.teachers[name](indices)
@@ -118,7 +118,7 @@ class Encoded:
         return self.untaught().collate([0])
 
     def digest(self) -> str:
-        fields = {f"{name}/{key}": field for name, one in self.readers.items() for key, field in one.items()}
+        fields = {f"{name}/{key}": field for name, reader in self.readers.items() for key, field in reader.items()}
         fields["source"] = self.source
         content = {name: [field.width, key_of(*field.ids).hex()] for name, field in fields.items()}
         return content_hash([self.task, content])
@@ -171,7 +171,7 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
     source = read_source([example.context for example in examples], layout, drops)
     passes = {name: ReaderPass(name, reader, layout, drops) for name, reader in layout.readers.items()}
     slots = layout.count_slots(source).tolist()
-    tokens = {name: one.read(examples, set(rows), answered, slots=slots) for name, one in passes.items()}
+    tokens = {name: reader.read(examples, set(rows), answered, slots=slots) for name, reader in passes.items()}
     keep = drops.apply_policy(layout.data.overlong)
     limits = {
         "after": layout.data.question_tokens,
@@ -180,14 +180,14 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
         "answer": layout.data.answer_tokens,
     }
 
-    def kept(key: str, ids: list[np.ndarray], pad: int) -> Field:
+    def kept_field(key: str, ids: list[np.ndarray], pad: int) -> Field:
         return field([ids[i] for i in keep], pad, left=key != "answer", limit=limits.get(key))
 
     return Encoded(
         examples=tuple(examples[i] for i in keep),
         source=source_field([source[i] for i in keep], layout),
         readers={
-            name: {key: kept(key, ids, layout.readers[name].tokenizer.pad) for key, ids in fields.items()}
+            name: {key: kept_field(key, ids, layout.readers[name].tokenizer.pad) for key, ids in fields.items()}
             for name, fields in tokens.items()
         },
         counts=drops.counts(),
@@ -195,8 +195,8 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
         width=layout.width,
         ratio=layout.ratio,
         context_tokens={
-            name: {key: [counts[i] for i in keep] for key, counts in one.context_tokens.items()}
-            for name, one in passes.items()
+            name: {key: [counts[i] for i in keep] for key, counts in reader.context_tokens.items()}
+            for name, reader in passes.items()
         },
     )
 
@@ -209,14 +209,14 @@ def encode_prompt(context: str, question: str, *, layout: Layout, rows: Iterable
 def encode_prompts(asked: Sequence[Example], *, layout: Layout, rows: Iterable[str] = ()) -> Batch:
     """Returns a batch of prompts without answer fields. Raises UserError where a data set would drop one of them."""
     bare = []
-    for one in asked:
-        if not one.context.strip() or not one.question.strip():
-            raise UserError(f"a prompt needs a context and a question; found {one.context!r} and {one.question!r}")
-        bare.append(dataclasses.replace(one, context=one.context.strip(), question=one.question.strip()))
+    for item in asked:
+        if not item.context.strip() or not item.question.strip():
+            raise UserError(f"a prompt needs a context and a question; found {item.context!r} and {item.question!r}")
+        bare.append(dataclasses.replace(item, context=item.context.strip(), question=item.question.strip()))
     encoded = encode(bare, layout=layout, rows=rows)
     if len(encoded) < len(bare):
-        for one in bare:
-            encode([one], layout=layout, rows=rows)  # says which one and why
+        for item in bare:
+            encode([item], layout=layout, rows=rows)  # says which one and why
         raise AssertionError("a prompt is dropped for what it is alone")
     for reason in ("source_cut", "text_cut"):
         if encoded.counts[reason]:

@@ -47,13 +47,13 @@ def render(template: str, values: Mapping[str, Any], *, where: str, remedy: str)
 
 def as_given(turns: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns turns as templates are given them: without empty keys, reasoning under both names that templates read."""
-    found = []
+    messages = []
     for turn in turns:
         turn = {key: value for key, value in turn.items() if value is not None}
         if (thought := next((turn[key] for key in REASONING if key in turn), None)) is not None:
             turn = {"thinking": thought, **turn, "reasoning_content": thought}
-        found.append(turn)
-    return found
+        messages.append(turn)
+    return messages
 
 
 class Said(NamedTuple):
@@ -66,23 +66,23 @@ class Said(NamedTuple):
 
 def said(turns: Sequence[Mapping[str, Any]], where: str, *, earlier: bool = False) -> list[Said]:
     """Returns the texts of turns; `earlier`: they are replied to, so the assistant's reasoning in them is past."""
-    found = []
+    texts = []
     for number, turn in enumerate(turns, 1):
         past = earlier and turn["role"] == "assistant"
         thoughts = {str(turn[key]): key for key in reversed(REASONING) if turn.get(key)}
         named = f"{where}, turn {number} ({turn['role']})"
-        found += [Said(f"{named}: {key!r}", text, past) for text, key in thoughts.items()]
+        texts += [Said(f"{named}: {key!r}", text, past) for text, key in thoughts.items()]
         for text in texts_of(turn):
-            thought, rest = _THOUGHT.fullmatch(text).groups() if past else (None, text)  # type: ignore[union-attr]
-            found += [Said(f"{named}: 'content'", thought, True)] if thought else []
-            found.append(Said(f"{named}: 'content'", rest))
+            thought, reply = _THOUGHT.fullmatch(text).groups() if past else (None, text)  # type: ignore[union-attr]
+            texts += [Said(f"{named}: 'content'", thought, True)] if thought else []
+            texts.append(Said(f"{named}: 'content'", reply))
         for key in (*CALLS, "refusal"):
             calls = turn.get(key) or []
             for call in calls if isinstance(calls, list) else [calls]:
-                own = call.get("function") or call if isinstance(call, Mapping) else call
-                values = [own[k] for k in own if k not in _MARKS] if isinstance(own, Mapping) else own
-                found += [Said(f"{named}: {key!r}", text) for text in _leaves(values)]
-    return [one for one in found if one.text]
+                body = call.get("function") or call if isinstance(call, Mapping) else call
+                values = [body[k] for k in body if k not in _MARKS] if isinstance(body, Mapping) else body
+                texts += [Said(f"{named}: {key!r}", text) for text in _leaves(values)]
+    return [item for item in texts if item.text]
 
 
 def described(values: Mapping[str, Any]) -> list[Said]:
@@ -94,12 +94,12 @@ def described(values: Mapping[str, Any]) -> list[Said]:
             yield from properties if isinstance(properties := value.get("properties"), Mapping) else ()
             value = list(value.values())
         if isinstance(value, list):
-            for one in value:
-                yield from texts(one)
+            for item in value:
+                yield from texts(item)
 
-    found = [Said("'tools'", text) for text in texts(values.get("tools"))]
-    documents = [list(one.values()) for one in values.get("documents") or []]
-    return found + [Said("'documents'", text) for text in _leaves(documents)]
+    tools = [Said("'tools'", text) for text in texts(values.get("tools"))]
+    documents = [list(item.values()) for item in values.get("documents") or []]
+    return tools + [Said("'documents'", text) for text in _leaves(documents)]
 
 
 def texts_of(turn: Mapping[str, Any]) -> list[str]:
@@ -110,12 +110,12 @@ def texts_of(turn: Mapping[str, Any]) -> list[str]:
 def find_lost(written: str, given: Iterable[Said]) -> list[Said]:
     """Returns what was given and does not stand in a text; white space and escapes of JSON make no difference."""
     left, lost = _fold(written), []
-    folded = sorted(((one, _fold(one.text)) for one in given), key=lambda pair: -len(pair[1]))
-    for one, text in folded:  # the longest first, each in a place of its own
-        before, found, after = left.partition(text) if text else (left, " ", "")
-        left = f"{before}\0{after}" if text and found else left
-        if not found:
-            lost.append(one)
+    folded = sorted(((item, _fold(item.text)) for item in given), key=lambda pair: -len(pair[1]))
+    for item, text in folded:  # the longest first, each in a place of its own
+        before, match, after = left.partition(text) if text else (left, " ", "")
+        left = f"{before}\0{after}" if text and match else left
+        if not match:
+            lost.append(item)
     return lost
 
 
@@ -131,8 +131,8 @@ def _leaves(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         value = [*value.keys(), *value.values()]
     if isinstance(value, list):
-        for one in value:
-            yield from _leaves(one)
+        for item in value:
+            yield from _leaves(item)
     elif value is not None and not isinstance(value, bool):
         yield value if isinstance(value, str) else json.dumps(value)
 

@@ -141,18 +141,18 @@ def pack(
     return _load(folder)
 
 
-def _make(folder: Path, name: str, found: Iterable[Piece], tokenizer: TextTokenizer) -> None:
+def _make(folder: Path, name: str, pieces: Iterable[Piece], tokenizer: TextTokenizer) -> None:
     dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab <= NARROW else "uint32"
     counts = {"documents": 0, "blank": 0, "bytes": 0, "tokens": 0}
     inside = False
     with phase(f"tokenising {name}", unit="MB of text") as progress, (folder / IDS).open("wb") as out:
-        for pieces in _batches(found, counts):
-            ids = _encode(pieces, tokenizer, inside=inside)
+        for batch in _batches(pieces, counts):
+            ids = _encode(batch, tokenizer, inside=inside)
             if ids.max(initial=0) >= tokenizer.vocab:  # a narrow type would change it
                 raise ValueError(f"token {ids.max()} of a tokenizer with a vocabulary of {tokenizer.vocab}")
             out.write(ids.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
             counts["tokens"] += len(ids)
-            inside = not pieces[-1].ends
+            inside = not batch[-1].ends
             progress.done = counts["bytes"] / 1e6
         _flush(out)
     if not counts["documents"]:
@@ -203,17 +203,17 @@ def _flush(out: IO[Any]) -> None:
 def _load(folder: Path) -> Corpus:
     meta = schema.read(folder / META, _Meta, remedy=_ANEW)
     file, size = folder / IDS, meta.tokens * np.dtype(meta.dtype).itemsize
-    found = file.stat().st_size if file.is_file() else 0
-    if found != size:
-        raise UserError(f"{file}: {found} bytes, {META} has {size}; {_ANEW}")
+    actual_size = file.stat().st_size if file.is_file() else 0
+    if actual_size != size:
+        raise UserError(f"{file}: {actual_size} bytes, {META} has {size}; {_ANEW}")
     return Corpus(**msgspec.structs.asdict(meta), folder=folder)
 
 
 def _last_packed(root: Path, source: str, tokenizer: TextTokenizer) -> Path | None:
     """Returns the newest corpus of a source's name and a tokenizer, whatever the source was then."""
-    found = sorted(root.glob(f"*/{META}"), key=lambda file: file.stat().st_mtime, reverse=True)
+    files = sorted(root.glob(f"*/{META}"), key=lambda file: file.stat().st_mtime, reverse=True)
     wanted = (FORMAT, source, tokenizer.fingerprint, tokenizer.eos, tokenizer.begin)
-    for file in found:
+    for file in files:
         try:
             meta = schema.read(file, _Meta, remedy=_ANEW)
         except UserError:  # damaged, and perhaps of another source

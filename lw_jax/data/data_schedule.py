@@ -77,10 +77,10 @@ class Phase:
 
     def counts(self, number: int) -> list[int]:
         """Returns each stream's batches among the first `number`; the pattern repeats beyond its end."""
-        cycles, rest = divmod(number, self.steps)
+        cycles, remainder = divmod(number, self.steps)
         kinds = len(self.streams)
         whole = cycles * np.bincount(self.pattern, minlength=kinds)
-        return (whole + np.bincount(self.pattern[:rest], minlength=kinds)).tolist()
+        return (whole + np.bincount(self.pattern[:remainder], minlength=kinds)).tolist()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +97,8 @@ class DataSchedule:
     @functools.cached_property
     def streams(self) -> list[Stream]:
         """Returns each stream once."""
-        found = {id(encoded): encoded for phase in self.phases for encoded, _ in phase.streams}
-        return list(found.values())
+        unique = {id(encoded): encoded for phase in self.phases for encoded, _ in phase.streams}
+        return list(unique.values())
 
     def describe(self) -> list[str]:
         lines = [line for encoded in self.streams for line in encoded.describe()]
@@ -149,7 +149,7 @@ class DataSchedule:
 
 
 def digest_of(streams: Sequence[Stream]) -> str:
-    return content_hash([one.digest() for one in streams])
+    return content_hash([stream.digest() for stream in streams])
 
 
 def refuse_small(data_schedule: DataSchedule, global_batch: int) -> None:

@@ -54,12 +54,12 @@ def read(source: str, split: str = "train", columns: Sequence[str] = ()) -> Iter
             if text := "\n\n".join(_docstrings(file)):
                 yield Piece(text, True)
         return
-    for one in [source] if _is_set(source) else map(str, _files(source, split)):
-        if row_sources.suffix_of(Path(one)) == TEXT:
-            with rows.opened_text(Path(one)) as text:
+    for path in [source] if _is_set(source) else map(str, _files(source, split)):
+        if row_sources.suffix_of(Path(path)) == TEXT:
+            with rows.opened_text(Path(path)) as text:
                 yield from _cut(text)
         else:
-            for _, row in row_sources.read(one, fields, split=split, stream=True):
+            for _, row in row_sources.read(path, fields, split=split, stream=True):
                 yield Piece(row.text, True)
 
 
@@ -76,17 +76,17 @@ def identify(source: str, split: str = "train", columns: Sequence[str] = ()) -> 
             digest.update(file.read_bytes())
         return [source, sys.version, digest.hexdigest()]
     path, named = row_sources.locate(source)
-    asked = [*columns, *([named or split] if _is_set(source) and (named or split) != "train" else [])]
+    selection = [*columns, *([named or split] if _is_set(source) and (named or split) != "train" else [])]
     if source.startswith(row_sources.HUB):
-        return [source, str(row_sources.ask_hub("load_dataset_builder", source).hash), *asked]
+        return [source, str(row_sources.ask_hub("load_dataset_builder", source).hash), *selection]
     if row_sources.is_saved(path):
-        found = sorted(file for file in path.rglob("*") if file.suffix in (".arrow", ".json"))
+        files = sorted(file for file in path.rglob("*") if file.suffix in (".arrow", ".json"))
     else:
-        found = _files(source, split)
+        files = _files(source, split)
     # A note a file pays for large ones; a folder may have very many small ones.
-    hashes = [sources.file_hash(file, keep=file.stat().st_size >= LARGE) for file in found]
-    names = (file.name if file == path else file.relative_to(path).as_posix() for file in found)
-    return [*map(list, zip(names, hashes, strict=True)), *asked]
+    hashes = [sources.file_hash(file, keep=file.stat().st_size >= LARGE) for file in files]
+    names = (file.name if file == path else file.relative_to(path).as_posix() for file in files)
+    return [*map(list, zip(names, hashes, strict=True)), *selection]
 
 
 def name(source: str, split: str, columns: Sequence[str]) -> str:
@@ -103,20 +103,20 @@ def _is_set(source: str) -> bool:
 
 def _files(source: str, split: str) -> list[Path]:
     """Returns the files of a path in the order of their names; of a folder of tables alone one split's."""
-    found = row_sources.files(source, split, beside=_PLAIN, known=_KNOWN)
-    if unknown := [file for file in found if row_sources.suffix_of(file) not in (*_PLAIN, *row_sources.SUFFIXES)]:
+    files = row_sources.files(source, split, beside=_PLAIN, known=_KNOWN)
+    if unknown := [file for file in files if row_sources.suffix_of(file) not in (*_PLAIN, *row_sources.SUFFIXES)]:
         raise UserError(f"{unknown[0]}: unknown kind of file; name {_KNOWN}")
-    return found
+    return files
 
 
 def _cut(text: IO[str]) -> Iterator[Piece]:
     """Yields a text in pieces that end with a line; where a line is longer than a piece, with a word."""
-    held = text.read(PIECE)
+    buffer = text.read(PIECE)
     while more := text.read(PIECE):
-        at = held.rfind("\n") + 1 or max(held.rfind(" "), 0) or len(held)
-        yield Piece(held[:at], False)
-        held = held[at:] + more
-    yield Piece(held, True)
+        end = buffer.rfind("\n") + 1 or max(buffer.rfind(" "), 0) or len(buffer)
+        yield Piece(buffer[:end], False)
+        buffer = buffer[end:] + more
+    yield Piece(buffer, True)
 
 
 # --- Python's own documentation
@@ -124,11 +124,11 @@ def _cut(text: IO[str]) -> Iterator[Piece]:
 
 def _modules() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
-    found = (file.relative_to(root) for file in root.rglob("*.py"))
-    kept = [root / file for file in found if not any(part in _NO_DOCUMENTS for part in file.parts)]
-    if not kept:
+    paths = (file.relative_to(root) for file in root.rglob("*.py"))
+    modules = [root / file for file in paths if not any(part in _NO_DOCUMENTS for part in file.parts)]
+    if not modules:
         raise UserError(f'{root}: this Python has no standard library there to read "{DOCSTRINGS}" from; name files')
-    return sorted(kept, key=lambda file: file.relative_to(root).as_posix())
+    return sorted(modules, key=lambda file: file.relative_to(root).as_posix())
 
 
 def _docstrings(file: Path) -> Iterator[str]:
@@ -138,5 +138,5 @@ def _docstrings(file: Path) -> Iterator[str]:
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     inner = sorted((n for n in ast.walk(tree) if isinstance(n, kinds)), key=lambda n: (n.lineno, n.col_offset))
     for node in (tree, *inner):
-        if found := ast.get_docstring(node, clean=False):
-            yield inspect.cleandoc(found)
+        if docstring := ast.get_docstring(node, clean=False):
+            yield inspect.cleandoc(docstring)

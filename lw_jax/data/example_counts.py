@@ -49,8 +49,8 @@ class DropCounts:
         keep = [i for i in range(len(self.ids)) if i not in self.dropped]
         if not keep:
             first, counts = dict(reversed(self.dropped.values())), self.counts()
-            found = "; ".join(f"{counts[name]} {self.reasons[name]}, as {detail}" for name, detail in first.items())
-            raise UserError(f"none of {len(self.ids)} {self.what} can be used: {found or 'the list is empty'}")
+            causes = "; ".join(f"{counts[name]} {self.reasons[name]}, as {detail}" for name, detail in first.items())
+            raise UserError(f"none of {len(self.ids)} {self.what} can be used: {causes or 'the list is empty'}")
         return keep
 
     def counts(self) -> dict[str, int]:

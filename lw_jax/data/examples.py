@@ -123,21 +123,21 @@ def read(source: str, *, limit: int = 0, split: str = "train", columns: Sequence
 
 def digest(examples: Sequence[Example]) -> str:
     """Identifies the words of examples, wherever they were read from."""
-    return content_hash([content_hash([one.context, one.question, *one.answers]) for one in examples])
+    return content_hash([content_hash([example.context, example.question, *example.answers]) for example in examples])
 
 
 def spread(count: int, limit: int) -> list[int]:
     """Returns `limit` increasing positions spread evenly over `count` (all of them when the limit is 0 or larger)."""
-    kept = min(limit, count) if limit > 0 else count
-    return [i * count // kept for i in range(kept)]
+    size = min(limit, count) if limit > 0 else count
+    return [i * count // size for i in range(size)]
 
 
 def _rows(source: str, split: str, fields: Fields[Row]) -> Iterator[tuple[str, Row]]:
-    for where, found in row_sources.read(source, fields, split=split, document=_Squad):
-        if isinstance(found, _Squad):
-            yield from _squad_rows(found, where)
+    for where, record in row_sources.read(source, fields, split=split, document=_Squad):
+        if isinstance(record, _Squad):
+            yield from _squad_rows(record, where)
         else:
-            yield where, found
+            yield where, record
 
 
 def _squad_rows(squad: "_Squad", path: str) -> Iterator[tuple[str, Row]]:
@@ -163,7 +163,7 @@ def _example(row: Row, where: str) -> Example | None:
     answers = _answers(row, where)
     if not answers:
         return None
-    named = next((one for one in (row.id, row.own_id) if one not in (None, "")), where)
+    named = next((value for value in (row.id, row.own_id) if value not in (None, "")), where)
     return Example(str(named), context, question, answers)
 
 
@@ -177,12 +177,12 @@ def _answers(row: Row, where: str) -> tuple[str, ...]:
         answer = schema.convert({"answer": row.answer}, _Answered, where=where, remedy=_REMEDY).answer
         return (_clean(answer, "answer", where),)
     if isinstance(row.answers, _Texts):  # the hub's SQuAD: {"text": [...], "answer_start": [...]}, empty: unanswerable
-        found = row.answers.text
+        answers = row.answers.text
     elif row.answers:
-        found = row.answers
+        answers = row.answers
     else:
         raise UserError(f"{where}: field 'answers' is empty; give one, or mark the row with \"is_impossible\": true")
-    texts = [one.text if isinstance(one, rows.Text) else one for one in found]
+    texts = [item.text if isinstance(item, rows.Text) else item for item in answers]
     return tuple(dict.fromkeys(_clean(text, "answers", where) for text in texts))
 
 

@@ -92,8 +92,8 @@ class Store:
         count = min((self.folder / name).stat().st_size // size for name, size in sizes.items())
         for name, size in sizes.items():
             os.truncate(self.folder / name, count * size)
-        held = (self.folder / "keys").read_bytes()
-        self._rows = {held[i * KEY_BYTES : (i + 1) * KEY_BYTES]: i for i in range(count)}
+        raw = (self.folder / "keys").read_bytes()
+        self._rows = {raw[i * KEY_BYTES : (i + 1) * KEY_BYTES]: i for i in range(count)}
 
     def _append(self, keys: list[bytes], rows: Rows) -> None:
         """Writes rows first and then their keys, which make them valid."""

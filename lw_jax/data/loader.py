@@ -70,8 +70,8 @@ class Loader:
 
 def eval_batches(encoded: Stream, batch: int, limit: int = 0, *, share: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
     """Yields the examples in order, as `batches_of`; with a limit, that many spread evenly over the data set."""
-    for found in batches_of(encoded, spread(len(encoded), limit), batch, share=share):
-        yield {key: value for key, value in found.items() if key != "position"}
+    for collated in batches_of(encoded, spread(len(encoded), limit), batch, share=share):
+        yield {key: value for key, value in collated.items() if key != "position"}
 
 
 def batches_of(
@@ -85,8 +85,8 @@ def batches_of(
     number, count = share
     if batch % count:
         raise UserError(f"config.eval.batch={batch} does not divide by {count} processes")
-    own = slice(number * batch // count, (number + 1) * batch // count)
+    local_rows = slice(number * batch // count, (number + 1) * batch // count)
     for start in range(0, len(indices), batch):
-        at = np.minimum(np.arange(start, start + batch), len(indices) - 1)[own]
-        valid = np.arange(start, start + batch)[own] < len(indices)
-        yield {**encoded.collate([indices[i] for i in at]), "valid": valid, "position": at.astype(np.int32)}
+        places = np.minimum(np.arange(start, start + batch), len(indices) - 1)[local_rows]
+        valid = np.arange(start, start + batch)[local_rows] < len(indices)
+        yield {**encoded.collate([indices[i] for i in places]), "valid": valid, "position": places.astype(np.int32)}

@@ -45,11 +45,11 @@ class Packed:
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Returns each example's positions in `encoded`; texts in the order of their first questions."""
-        asked: dict[str, list[int]] = {}
+        by_text: dict[str, list[int]] = {}
         for position, example in enumerate(self.encoded.examples):
-            asked.setdefault(example.context, []).append(position)
+            by_text.setdefault(example.context, []).append(position)
         lengths = np.stack(list(self._lengths.values()))
-        return tuple(group for positions in asked.values() for group in self._fill_rows(positions, lengths))
+        return tuple(group for positions in by_text.values() for group in self._fill_rows(positions, lengths))
 
     def _fill_rows(self, positions: Sequence[int], lengths: np.ndarray) -> Iterator[tuple[int, ...]]:
         """Yields a text's questions in rows, a new one where the next question fits in no more."""
@@ -67,20 +67,20 @@ class Packed:
     @functools.cached_property
     def _lengths(self) -> dict[str, np.ndarray]:
         """Returns i64[n 2] a reader: each question's positions with its answer, whose end is no input, and targets."""
-        found = {}
+        lengths = {}
         for name, fields in self.encoded.readers.items():
-            asked, answers = (np.array([len(ids) for ids in fields[key].ids]) for key in ("after", "answer"))
-            found[name] = np.stack([asked + answers - 1, answers], axis=1)
-        return found
+            questions, answers = (np.array([len(ids) for ids in fields[key].ids]) for key in ("after", "answer"))
+            lengths[name] = np.stack([questions + answers - 1, answers], axis=1)
+        return lengths
 
     @functools.cached_property
     def _widths(self) -> dict[str, tuple[int, int]]:
         """Returns each reader's width of a row and of its targets: the longest, rounded up within the limits."""
-        found = {}
+        widths = {}
         for name, lengths in self._lengths.items():
             width, targets = np.max([lengths[list(group)].sum(axis=0) for group in self.groups], axis=0).tolist()
-            found[name] = width_of(width, self.tokens), width_of(targets, self.tokens // 2)
-        return found
+            widths[name] = width_of(width, self.tokens), width_of(targets, self.tokens // 2)
+        return widths
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -120,29 +120,29 @@ class Packed:
 
 def pack(fields: Batch, counts: Sequence[int], width: int, targets: int) -> Batch:
     """Returns a reader's questions [n ...] in rows of so many each: "packed", "places" and the targets' fields."""
-    asked, answered = fields["after"], fields["weights"] > 0
-    real = np.concatenate([asked["mask"], answered[:, 1:]], axis=1)  # an input is real where it is a target too
-    ids = np.concatenate([asked["ids"], fields["answer_inputs"]], axis=1)
+    question, answered = fields["after"], fields["weights"] > 0
+    real = np.concatenate([question["mask"], answered[:, 1:]], axis=1)  # an input is real where it is a target too
+    ids = np.concatenate([question["ids"], fields["answer_inputs"]], axis=1)
     numbers = np.concatenate([np.arange(1, count + 1, dtype=np.int32) for count in counts])
     predicts = real.copy()
-    predicts[:, : asked["mask"].shape[1] - 1] = False  # of the question the last token alone
-    at = (np.cumsum(real.ravel()) - 1).reshape(real.shape)
+    predicts[:, : question["mask"].shape[1] - 1] = False  # of the question the last token alone
+    offsets = (np.cumsum(real.ravel()) - 1).reshape(real.shape)
     ends = np.cumsum(counts)
     rows = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
-    starts = np.repeat([at[row][real[row]][0] for row in rows], counts)
+    starts = np.repeat([offsets[row][real[row]][0] for row in rows], counts)
 
     def join(values: np.ndarray, mask: np.ndarray, length: int) -> np.ndarray:
         """Returns the values [n t ...] under a mask, those of a row side by side, zeros behind them."""
-        found = np.zeros((len(rows), length, *values.shape[2:]), values.dtype)
+        joined = np.zeros((len(rows), length, *values.shape[2:]), values.dtype)
         for number, row in enumerate(rows):
-            own = values[row][mask[row]]
-            found[number, : len(own)] = own
-        return found
+            valid = values[row][mask[row]]
+            joined[number, : len(valid)] = valid
+        return joined
 
     segments = np.broadcast_to(numbers[:, None], real.shape)
     packed = {"ids": join(ids, real, width), "segments": join(segments, real, width)}
-    places = join((at - starts[:, None]).astype(np.int32), predicts, targets)
-    found: Batch = {key: join(fields[key], answered, targets) for key in ("targets", "weights")}
+    places = join((offsets - starts[:, None]).astype(np.int32), predicts, targets)
+    labels: Batch = {key: join(fields[key], answered, targets) for key in ("targets", "weights")}
     if "teacher" in fields:
-        found["teacher"] = {key: join(leaf, answered, targets) for key, leaf in fields["teacher"].items()}
-    return found | {"packed": packed, "places": places}
+        labels["teacher"] = {key: join(leaf, answered, targets) for key, leaf in fields["teacher"].items()}
+    return labels | {"packed": packed, "places": places}

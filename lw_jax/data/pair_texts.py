@@ -78,11 +78,11 @@ class Writer:
                 answer[-1]["content"] = self.tail.sub("", answer[-1]["content"])  # the template writes its own
             whole = self._render(pair, turns + answer, reply=False)
             if not whole.startswith(prompt):
-                at = shared(whole, prompt)
+                start = shared(whole, prompt)
                 raise UserError(
                     f"{pair.id}: the chat template of {self.tokenizer.backend.name_or_path} writes the prompt with "
-                    f"{name!r} other than the prompt alone ({_shorten(whole[at:])} in place of "
-                    f"{_shorten(prompt[at:])} at its character {at}), so it is not known where the reply begins; "
+                    f"{name!r} other than the prompt alone ({_shorten(whole[start:])} in place of "
+                    f"{_shorten(prompt[start:])} at its character {start}), so it is not known where the reply begins; "
                     'use template="plain"'
                 )
             reply = whole.removeprefix(prompt)
@@ -94,11 +94,11 @@ class Writer:
 
     def _turns(self, text: Text, role: str) -> list[Turn]:
         """Returns turns for the template, parts joined where it does not read them."""
-        found = [{"role": role, "content": text}] if isinstance(text, str) else [dict(turn) for turn in text]
-        for turn in found:
+        turns = [{"role": role, "content": text}] if isinstance(text, str) else [dict(turn) for turn in text]
+        for turn in turns:
             if isinstance(turn.get("content"), list) and not self.tokenizer.reads_parts:
                 turn["content"] = "".join(texts_of(turn))
-        return found
+        return turns
 
     def _render(self, pair: Preference, turns: list[Turn], *, reply: bool, without: str = "") -> str:
         turns = [{key: value for key, value in turn.items() if key != without} for turn in turns]
@@ -108,14 +108,14 @@ class Writer:
         except UserError as error:
             raise UserError(f"{pair.id}: {error}") from error
 
-    def _check(self, pair: Preference, written: str, given: list[chat_templates.Said]) -> None:
+    def _check(self, pair: Preference, written: str, texts: list[chat_templates.Said]) -> None:
         """Raises UserError where the template leaves out what the row says; reasoning of earlier turns is counted."""
-        lost = chat_templates.find_lost(written, given)
-        self.past += any(one.thought for one in lost)
-        for one in lost:
-            if not one.thought:
+        lost = chat_templates.find_lost(written, texts)
+        self.past += any(item.thought for item in lost)
+        for item in lost:
+            if not item.thought:
                 raise UserError(
-                    f"{pair.id}: {one.where}: {_shorten(one.text)} is not in what the chat template of "
+                    f"{pair.id}: {item.where}: {_shorten(item.text)} is not in what the chat template of "
                     f"{self.tokenizer.backend.name_or_path} writes ({_shorten(written)}); take it out of the row, or "
                     "give the model's folder a template that writes it (chat_template.jinja)"
                 )
@@ -126,16 +126,16 @@ class Writer:
         for key in _beside(pair):
             try:
                 bare = self._render(pair, turns, reply=False, without=key)
-                asked = self._render(pair, self._turns(pair.prompt, "user"), reply=True, without=key)
+                bare_prompt = self._render(pair, self._turns(pair.prompt, "user"), reply=True, without=key)
             except UserError:  # it needs the key
-                bare = asked = ""
-            if (asked, bare) != (prompt, whole):
+                bare = bare_prompt = ""
+            if (bare_prompt, bare) != (prompt, whole):
                 read.add(key)
         return read
 
     def _finish(self, text: str) -> Reply:
-        if found := self.tail.search(text):
-            return Reply(text[: found.start()], self.ends[found[1]])
+        if match := self.tail.search(text):
+            return Reply(text[: match.start()], self.ends[match[1]])
         return Reply(text.rstrip() if self.chat else text, self.tokenizer.eos)
 
 

@@ -92,7 +92,7 @@ def read(source: str, *, split: str = "train", columns: Sequence[str] = ()) -> l
     """
     fields = Fields.of(Row, columns, f"known form: {_FORMATS}")
     parts = (row_sources.read(name, fields, split=split) for name in row_sources.split_sources(source))
-    found, first, count = [], None, 0
+    pairs, first, count = [], None, 0
     for where, row in itertools.chain.from_iterable(parts):
         form, pair = _parse(row, where)
         first = first or (form, where)
@@ -101,14 +101,14 @@ def read(source: str, *, split: str = "train", columns: Sequence[str] = ()) -> l
                 f"{where}: the row is {form}, but {first[1]} is {first[0]}: a source has one form; split it in two"
             )
         count += 1
-        found += [dataclasses.replace(pair, values=_values(row, where))] if pair else []
-    if len(found) < count:
+        pairs += [dataclasses.replace(pair, values=_values(row, where))] if pair else []
+    if len(pairs) < count:
         _log.warning(
-            "%s: dropped %d of %d pairs: 'chosen' and 'rejected' are the same", source, count - len(found), count
+            "%s: dropped %d of %d pairs: 'chosen' and 'rejected' are the same", source, count - len(pairs), count
         )
-    if not found:
+    if not pairs:
         raise UserError(f"{source}: no pair left of {count}: 'chosen' and 'rejected' are the same in all of them")
-    return found
+    return pairs
 
 
 def split(preferences: Sequence[Preference], share: float, seed: int) -> tuple[list[Preference], list[Preference]]:
@@ -134,8 +134,8 @@ def split(preferences: Sequence[Preference], share: float, seed: int) -> tuple[l
 
 def shared(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Counts the items with which both begin."""
-    for place, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
+    for place, (left, right) in enumerate(zip(first, second, strict=False)):
+        if left != right:
             return place
     return min(len(first), len(second))
 
@@ -143,10 +143,10 @@ def shared(first: Sequence[Any], second: Sequence[Any]) -> int:
 def prompt_key(prompt: Text) -> str:
     """Returns what tells a prompt from others, however its words are spaced."""
     turns = [{"role": "", "content": prompt}] if isinstance(prompt, str) else prompt
-    found = [[turn["role"], " ".join(" ".join(texts_of(turn)).split())] for turn in turns]
-    for one, turn in zip(found, turns, strict=True):
-        one += [json.dumps(turn[key], sort_keys=True) for key in SAID[1:] if turn.get(key)]
-    return json.dumps(found)
+    parts = [[turn["role"], " ".join(" ".join(texts_of(turn)).split())] for turn in turns]
+    for part, turn in zip(parts, turns, strict=True):
+        part += [json.dumps(turn[key], sort_keys=True) for key in SAID[1:] if turn.get(key)]
+    return json.dumps(parts)
 
 
 def _draw(prompt: Text, seed: int) -> float:
@@ -186,9 +186,9 @@ def _parse(row: Row, where: str) -> tuple[str, Preference | None]:
 
 def _check_types(texts: Mapping[str, Any], where: str) -> None:
     """Raises UserError naming the field of a turn that is of another type, or the turn that says nothing."""
-    found = schema.convert(texts, _Conversation, where=where, remedy=f"known form: {_FORMATS}")
+    conversation = schema.convert(texts, _Conversation, where=where, remedy=f"known form: {_FORMATS}")
     for name in texts:
-        for number, turn in enumerate(getattr(found, name)):
+        for number, turn in enumerate(getattr(conversation, name)):
             if turn.content is None and not (turn.tool_calls or turn.function_call or turn.refusal):
                 raise UserError(
                     f"{where}: {name}[{number}]: object missing required field content, found "
@@ -204,11 +204,11 @@ def _values(row: Row, where: str) -> dict[str, Any]:
     tools, remedy = row.tools, "write a list of JSON schemas, or the JSON text of one"
     if isinstance(tools, str):
         tools = schema.decode(tools or "[]", list[dict[str, Any]], where=f"{where}: tools", remedy=remedy)
-    found = {"tools": tools or None, "documents": row.documents or None, **(row.chat_template_kwargs or {})}
-    schema.convert(found, _Values, where=f"{where}: chat_template_kwargs", remedy="write lists of objects")
-    if reserved := _OURS.intersection(found):
+    values = {"tools": tools or None, "documents": row.documents or None, **(row.chat_template_kwargs or {})}
+    schema.convert(values, _Values, where=f"{where}: chat_template_kwargs", remedy="write lists of objects")
+    if reserved := _OURS.intersection(values):
         raise UserError(f"{where}: chat_template_kwargs has {sorted(reserved)}, which the recipe sets; remove it")
-    return _without_none(found)
+    return _without_none(values)
 
 
 def _part_transcripts(chosen: str, rejected: str, where: str) -> Preference:
@@ -227,9 +227,9 @@ def _check_turns(
 ) -> Preference:
     """Returns the pair where the prompt awaits a reply and the replies are the assistant's alone."""
     if not prompt or prompt[-1]["role"] == "assistant":
-        found = f"ends with a turn of {prompt[-1]['role']!r}" if prompt else "has no turn"
+        fault = f"ends with a turn of {prompt[-1]['role']!r}" if prompt else "has no turn"
         raise UserError(
-            f"{where}: the prompt (field 'prompt', or what 'chosen' and 'rejected' begin with alike) {found}; "
+            f"{where}: the prompt (field 'prompt', or what 'chosen' and 'rejected' begin with alike) {fault}; "
             "it must end with the turn that is replied to"
         )
     for name, reply in (("chosen", chosen), ("rejected", rejected)):

@@ -26,13 +26,13 @@ def read(source: str, columns: Sequence[str] = ()) -> list[str]:
 
     Rows are as `row_sources.read` finds them, `columns` is data.columns. Raises UserError naming file, line and rule.
     """
-    found = []
-    for one in row_sources.split_sources(source):
-        path = expand(one)
-        if row_sources.is_table(one) or any(suffix in path.suffixes for suffix in (".json", ".jsonl")):
+    passages = []
+    for name in row_sources.split_sources(source):
+        path = expand(name)
+        if row_sources.is_table(name) or any(suffix in path.suffixes for suffix in (".json", ".jsonl")):
             fields = Fields.of(rows.Text, columns, _REMEDY)
             texts = []
-            for where, row in row_sources.read(one, fields, split="train"):
+            for where, row in row_sources.read(name, fields, split="train"):
                 if not (text := row.text.strip()):
                     raise UserError(f"{where}: text={row.text!r}: a passage is not empty; {_REMEDY}")
                 texts.append(text)
@@ -40,8 +40,8 @@ def read(source: str, columns: Sequence[str] = ()) -> list[str]:
             texts = list(rows.paragraphs(path))
         if not texts:
             raise UserError(f'{path}: no text; a .txt file with paragraphs or rows {{"text": ...}} is needed')
-        found += texts
-    return found
+        passages += texts
+    return passages
 
 
 def cut(document: str, length: int, tokenizer: Tokenizer) -> list[str]:
@@ -57,9 +57,9 @@ def cut(document: str, length: int, tokenizer: Tokenizer) -> list[str]:
         ends.pop()
     pieces, begin = [], 0
     for end in ends:
-        at = end if end == len(document) else _space_before(document, begin, end)
-        pieces.append(document[begin:at].strip())
-        begin = at
+        stop = end if end == len(document) else _space_before(document, begin, end)
+        pieces.append(document[begin:stop].strip())
+        begin = stop
     return [piece for piece in pieces if piece]
 
 
@@ -71,11 +71,11 @@ def reconstructions(documents: Iterable[str], length: int, tokenizer: Tokenizer)
 
 def continuations(documents: Iterable[str], length: int, tokenizer: Tokenizer) -> list[Example]:
     """Returns one example for each two pieces that follow each other; a short document is cut in half."""
-    found = []
+    pairs = []
     for document in dict.fromkeys(documents):
         pieces = cut(document, min(length, -(-len(tokenizer.starts(document)) // 2)), tokenizer)
-        found += [(left, right) for left, right in zip(pieces, pieces[1:], strict=False)]
-    return [Example(f"passage {i}", left, "", (right,)) for i, (left, right) in enumerate(found)]
+        pairs += [(left, right) for left, right in zip(pieces, pieces[1:], strict=False)]
+    return [Example(f"passage {i}", left, "", (right,)) for i, (left, right) in enumerate(pairs)]
 
 
 def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
@@ -117,13 +117,13 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
 
 
 def _drop(
-    found: Sequence[Example], source: list[np.ndarray], answers: dict[str, list[np.ndarray]], drops: DropCounts
+    examples: Sequence[Example], source: list[np.ndarray], answers: dict[str, list[np.ndarray]], drops: DropCounts
 ) -> None:
     """Records passages without a token, those cut at the encoder's window and the longest ones as dropped."""
     for name, each in answers.items():
         for i, ids in enumerate(each):
             if not len(ids):
-                drops.drop(i, "nothing", f"text {found[i].answers[0]!r}, reader {name!r}")
+                drops.drop(i, "nothing", f"text {examples[i].answers[0]!r}, reader {name!r}")
     for i in drops.cut["source_cut"]:
         drops.drop(i, "context", "beyond encoder.window; a passage is read whole, whatever data.overlong is")
     for each in (source, *answers.values()):
@@ -135,7 +135,7 @@ def _drop(
 
 def _space_before(text: str, begin: int, end: int) -> int:
     """Returns the last place at or before `end` where a word begins; `end` itself in a text without spaces."""
-    at = end
-    while at > begin and not (text[at - 1].isspace() or text[at].isspace()):
-        at -= 1
-    return at if at > begin else end
+    index = end
+    while index > begin and not (text[index - 1].isspace() or text[index].isspace()):
+        index -= 1
+    return index if index > begin else end

@@ -139,31 +139,31 @@ def encode(
     split = _tokenize([writer.write(pair) for pair in preferences], tokenizer, limit)
     for (file, key), count in writer.unread.items():
         _log.warning("%s: not read by the chat template: %r (%d rows)", file, key, count)
-    kept, counts = _apply_limits(preferences, split, limits, tokenizer)
+    pairs, counts = _apply_limits(preferences, split, limits, tokenizer)
     counts["past"] = writer.past
     return Preferences(
-        examples=tuple(preferences[i] for i in kept),
-        pairs=tuple(kept.values()),
+        examples=tuple(preferences[i] for i in pairs),
+        pairs=tuple(pairs.values()),
         counts=counts,
         pad=tokenizer.pad,
         name=name,
-        length=width_of(max(pair.length for pair in kept.values()), limits.max_length),
+        length=width_of(max(pair.length for pair in pairs.values()), limits.max_length),
     )
 
 
 def part(whole: Preferences, buckets: int) -> list[Preferences]:
     """Returns a data set in so many, no more than it has pairs, the shortest first, about as many in each."""
     order = sorted(range(len(whole)), key=lambda i: whole.pairs[i].length)
-    parts = [sorted(one.tolist()) for one in np.array_split(np.array(order), buckets)]
+    parts = [sorted(chunk.tolist()) for chunk in np.array_split(np.array(order), buckets)]
     return [
         dataclasses.replace(
             whole,
-            examples=tuple(whole.examples[i] for i in one),
-            pairs=tuple(whole.pairs[i] for i in one),
-            length=width_of(max(whole.pairs[i].length for i in one), whole.length),
+            examples=tuple(whole.examples[i] for i in indices),
+            pairs=tuple(whole.pairs[i] for i in indices),
+            length=width_of(max(whole.pairs[i].length for i in indices), whole.length),
             bucket=(number, buckets),
         )
-        for number, one in enumerate(parts, 1)
+        for number, indices in enumerate(parts, 1)
     ]
 
 
@@ -177,17 +177,17 @@ def _tokenize(written: Sequence[Written], tokenizer: Tokenizer, limit: int | Non
     def read(texts: list[str]) -> list[np.ndarray]:
         return prompt_tokens.with_begin(tokenizer, prompt_tokens.tokenize(tokenizer, texts, limit=limit))
 
-    prompts = read([one.prompt for one in written])
-    chosen = read([one.prompt + one.chosen.text for one in written])
-    rejected = read([one.prompt + one.rejected.text for one in written])
-    found = []
-    for one, prompt, better, worse in zip(written, prompts, chosen, rejected, strict=True):
+    prompts = read([row.prompt for row in written])
+    chosen = read([row.prompt + row.chosen.text for row in written])
+    rejected = read([row.prompt + row.rejected.text for row in written])
+    pairs = []
+    for row, prompt, better, worse in zip(written, prompts, chosen, rejected, strict=True):
         ids = prompt.tolist()  # numpy's own numbers compare several times as slowly
         end = min(shared(ids, better.tolist()), shared(ids, worse.tolist()))
-        replies = ((better, one.chosen), (worse, one.rejected))
+        replies = ((better, row.chosen), (worse, row.rejected))
         pair = Pair(prompt[:end], *(np.append(ids[end:], np.int32(reply.end)) for ids, reply in replies))
-        found.append((pair, end < len(prompt)))
-    return found
+        pairs.append((pair, end < len(prompt)))
+    return pairs
 
 
 def _apply_limits(
@@ -198,15 +198,15 @@ def _apply_limits(
 ) -> tuple[dict[int, Pair], dict[str, int]]:
     """Returns the pairs kept by position, within the limits, and what was done how often."""
     within = f"dpo.max_length={limits.max_length}, max_prompt={limits.max_prompt}, truncation={limits.truncation!r}"
-    drops = DropCounts([one.id for one in preferences], _REASONS, f"pairs within {within}")
-    kept: dict[int, Pair] = {}
+    drops = DropCounts([preference.id for preference in preferences], _REASONS, f"pairs within {within}")
+    pairs: dict[int, Pair] = {}
     for i, (pair, merged) in enumerate(split):
         fitted = _fit(pair, limits, _opening(pair.prompt, tokenizer))
         if isinstance(fitted, str):
             sizes = f"prompt {len(pair.prompt)}, chosen {len(pair.chosen)}, rejected {len(pair.rejected)} tokens"
             drops.drop(i, fitted, sizes)
             continue
-        kept[i] = fitted
+        pairs[i] = fitted
         cut = {
             "prompt_cut": len(fitted.prompt) < len(pair.prompt),
             "reply_cut": len(fitted.chosen) < len(pair.chosen) or len(fitted.rejected) < len(pair.rejected),
@@ -215,7 +215,7 @@ def _apply_limits(
         for reason in filter(cut.get, cut):
             drops.cut[reason].add(i)
     drops.apply_policy("drop")
-    return kept, drops.counts()
+    return pairs, drops.counts()
 
 
 def _opening(prompt: np.ndarray, tokenizer: Tokenizer) -> int:
@@ -232,8 +232,8 @@ def _fit(pair: Pair, limits: DPO, head: int) -> Pair | str:
     if limits.max_prompt and len(pair.prompt) > limits.max_prompt:
         if limits.truncation == "drop":
             return "max_prompt"
-        kept = limits.max_prompt
-        prompt = pair.prompt[:kept] if limits.truncation == "keep_start" else _keep_end(pair.prompt, kept, head)
+        size = limits.max_prompt
+        prompt = pair.prompt[:size] if limits.truncation == "keep_start" else _keep_end(pair.prompt, size, head)
         pair = dataclasses.replace(pair, prompt=prompt)
     room = limits.max_length - len(pair.prompt)
     if room <= 0:

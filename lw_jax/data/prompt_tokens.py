@@ -101,17 +101,17 @@ class ReaderPass:
 
         `slots` of each example's message: also the context tokens of the row "truncated".
         """
-        asked = [self.frame.after(example.question) for example in examples]
+        after_texts = [self.frame.after(example.question) for example in examples]
         data = self.layout.data
         before = self._tokenize([self.frame.before], begin=True)[0]
-        question = self._tokenize(asked, limit=data.question_tokens)
+        question = self._tokenize(after_texts, limit=data.question_tokens)
         fields = {"before": [before] * len(examples), "after": question}
         self._limit(question, "question", "question_tokens")
         if answered:
-            fields["answer"] = self._read_answers(asked, question, examples, limit=data.question_tokens)
+            fields["answer"] = self._read_answers(after_texts, question, examples, limit=data.question_tokens)
             self._limit(fields["answer"], "answer", "answer_tokens")
         if "text" in rows:
-            fields["text"] = self._read_text(examples, asked, fields.get("answer"))
+            fields["text"] = self._read_text(examples, after_texts, fields.get("answer"))
             self.context_tokens["text"] = [
                 max(0, len(whole) - len(before) - len(q)) for whole, q in zip(fields["text"], question, strict=True)
             ]
@@ -122,7 +122,7 @@ class ReaderPass:
             self.context_tokens["asked"] = [0] * len(examples)
         if "none" in rows:
             limit = len(before) + data.question_tokens
-            fields["none"] = self._tokenize([self.frame.before + text for text in asked], begin=True, limit=limit)
+            fields["none"] = self._tokenize([self.frame.before + text for text in after_texts], begin=True, limit=limit)
             self.context_tokens["none"] = [0] * len(examples)
         if "truncated" in rows:
             contexts = self._tokenize([example.context for example in examples], limit=self.layout.slots)
@@ -156,8 +156,8 @@ class ReaderPass:
         """
         joined = [text + self.frame.gap + e.answers[0] for text, e in zip(texts, examples, strict=True)]
         answers = []
-        found = self._tokenize(joined, begin=begin, limit=limit + self.layout.data.answer_tokens)
-        for i, (prompt, full) in enumerate(zip(prompts, found, strict=True)):
+        ids = self._tokenize(joined, begin=begin, limit=limit + self.layout.data.answer_tokens)
+        for i, (prompt, full) in enumerate(zip(prompts, ids, strict=True)):
             if _is_cut(texts[i], limit) and self.ledger.settled(i):
                 answers.append(marked((), (), (self.tokenizer.eos,)))
                 continue
@@ -202,8 +202,8 @@ class ReaderPass:
         """Returns the ids up to the question, tokenised by themselves; the limit counts the question too."""
         limit = self.layout.data.context_tokens
         contexts = self._tokenize([example.context for example in examples], limit=limit)
-        for i, (ids, asked) in enumerate(zip(contexts, question, strict=True)):
-            room = limit - len(before) - len(asked)
+        for i, (ids, after) in enumerate(zip(contexts, question, strict=True)):
+            room = limit - len(before) - len(after)
             if len(ids) <= room:
                 continue
             if self.layout.data.overlong != "cut":
@@ -250,8 +250,8 @@ def make_frame(name: str, reader: Reader, prompt: config.Prompt) -> Frame:
             f"config.prompt.{key}={getattr(prompt, key)!r}: the chat template of config.llms.{name} does not write it; "
             f'leave it out (prompt.{key}), or set template="plain" for this reader'
         )
-    before, rest = text.split(_CONTEXT)
-    middle, tail = rest.split(_QUESTION)
+    before, after = text.split(_CONTEXT)
+    middle, tail = after.split(_QUESTION)
     open_end = not tail or not tail[-1].isspace()
     return Frame(before, middle, tail, " " if open_end and (prompt.anchor or not chat) else "")
 
@@ -266,16 +266,16 @@ def tokenize(tokenizer: AnyTokenizer, texts: list[str], *, limit: int | None = N
     starts = range(0, len(texts), chunk)
     size = None if limit is None else WIDEST * (limit + MARGIN)
     cut = [text[:size] for text in texts]
-    found = [ids for i in starts for ids in tokenizer.encode_batch(cut[i : i + chunk])]
+    ids = [row for i in starts for row in tokenizer.encode_batch(cut[i : i + chunk])]
     if limit is None or size is None:
-        return found
+        return ids
     for i, text in enumerate(texts):
         read = size
         # The last ids of a prefix are of a cut word; a tokenizer may make one id of very many characters.
-        while len(text) > read and len(found[i]) < limit + MARGIN:
+        while len(text) > read and len(ids[i]) < limit + MARGIN:
             read *= 4
-            (found[i],) = tokenizer.encode_batch([text[:read]])
-    return found
+            (ids[i],) = tokenizer.encode_batch([text[:read]])
+    return ids
 
 
 def shared_prefix(name: str, reader: Reader, prompt: config.Prompt) -> np.ndarray:

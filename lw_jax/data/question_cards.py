@@ -133,12 +133,12 @@ def make(  # noqa: PLR0913
     rng = random.Random(f"{split}/{seed}/{facts}")
     draw = {"cards": _draw, "profiles": _draw_profile, "pairs": _draw_pairs}[style]
     examples: list[Example] = []
-    made = 0
-    while made < count:
+    number = 0
+    while number < count:
         card = draw(rng, facts)
         if _split_of(card) == split:
-            examples += _write(rng, card, f"{style}/{split}/{seed}/{made}", every=every)
-            made += 1
+            examples += _write(rng, card, f"{style}/{split}/{seed}/{number}", every=every)
+            number += 1
     return examples
 
 
@@ -192,8 +192,8 @@ def _write(rng: random.Random, card: list[tuple[str, str, str]], id: str, *, eve
         context = " ".join(sentences)
     else:
         context = ", ".join(f"{key} {value}" for _, key, value in card)
-    asked, examples = card if every else [rng.choice(card)], []
-    for number, (name, kind, value) in enumerate(asked):
+    facts, examples = card if every else [rng.choice(card)], []
+    for number, (name, kind, value) in enumerate(facts):
         question = rng.choice(ATTRIBUTES[kind].questions).format(name=name) if name else f"{kind}?"
-        examples.append(Example(id if len(asked) == 1 else f"{id}/{number}", context, question, (value,)))
+        examples.append(Example(id if len(facts) == 1 else f"{id}/{number}", context, question, (value,)))
     return examples

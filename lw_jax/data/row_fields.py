@@ -37,21 +37,21 @@ class Fields(Generic[_T]):
     @classmethod
     def of(cls, kind: type[_T], columns: Sequence[str], remedy: str) -> "Fields[_T]":
         """Returns the fields of a type, with what `data.columns` says of them."""
-        mapping = dict(one.split(":", 1) for one in columns)
-        own = {field: column for field, column in mapping.items() if field in names_of(kind)}
-        taken = ", ".join(f"{field} from {column!r}" if column else f"no {field}" for field, column in own.items())
-        named = f"data.columns takes {taken}" if own else "data.columns=FIELD:COLUMN names another column"
+        mapping = dict(entry.split(":", 1) for entry in columns)
+        renames = {field: column for field, column in mapping.items() if field in names_of(kind)}
+        taken = ", ".join(f"{field} from {column!r}" if column else f"no {field}" for field, column in renames.items())
+        named = f"data.columns takes {taken}" if renames else "data.columns=FIELD:COLUMN names another column"
         left = frozenset(field for field, column in mapping.items() if not column)
-        return cls(kind, own, f"{remedy}; {named}", left)
+        return cls(kind, renames, f"{remedy}; {named}", left)
 
     @contextlib.contextmanager
     def counted(self, where: str) -> Iterator["Fields[_T]"]:
         """Gives the fields for one source; names at its end, once, what nobody reads of it."""
-        own = dataclasses.replace(self, unread=Counter(), skipped=set())
-        yield own
-        if own.unread:
-            shown = ", ".join(f"{column!r} ({count:,} rows)" for column, count in own.unread.most_common(_SHOWN))
-            more = len(own.unread) - _SHOWN
+        fields = dataclasses.replace(self, unread=Counter(), skipped=set())
+        yield fields
+        if fields.unread:
+            shown = ", ".join(f"{column!r} ({count:,} rows)" for column, count in fields.unread.most_common(_SHOWN))
+            more = len(fields.unread) - _SHOWN
             _warn_once(f"{where}: not read: {shown}" + (f" and {more:,} more" if more > 0 else ""))
 
     def convert(self, row: Mapping[str, Any], where: str) -> _T:
@@ -59,8 +59,8 @@ class Fields(Generic[_T]):
         self._count(row, where)
         if self.columns:
             self.choose(list(row), where)
-            own = {field: value for field, value in row.items() if field not in self.columns}
-            row = own | {field: self._take(row, field, where) for field, column in self.columns.items() if column}
+            plain = {field: value for field, value in row.items() if field not in self.columns}
+            row = plain | {field: self._take(row, field, where) for field, column in self.columns.items() if column}
         return schema.convert(row, self.kind, where=where, remedy=self.remedy)
 
     def _count(self, row: Mapping[str, Any], where: str) -> None:
@@ -89,11 +89,11 @@ class Fields(Generic[_T]):
         for field in msgspec.structs.fields(self.kind):  # type: ignore[arg-type]
             name = field.encode_name
             column = self.columns.get(name, name)
-            found = next((one for one in (column, column.partition(".")[0]) if one in known), None)
-            if found is not None:
-                if (count := list(known).count(found)) > 1:
-                    raise UserError(f"{where}: column {found!r} is there {count} times; write the table with one")
-                chosen.append(found)
+            match = next((candidate for candidate in (column, column.partition(".")[0]) if candidate in known), None)
+            if match is not None:
+                if (count := list(known).count(match)) > 1:
+                    raise UserError(f"{where}: column {match!r} is there {count} times; write the table with one")
+                chosen.append(match)
             elif column and (field.required or name in self.columns):
                 raise self._lacks(name, column, known, where)
         if table:
@@ -128,7 +128,7 @@ def _descend(value: Any, names: Sequence[str]) -> Any:
     if value is None or not names:
         return value
     if isinstance(value, list):
-        return [_descend(one, names) for one in value]
+        return [_descend(item, names) for item in value]
     if not isinstance(value, Mapping) or names[0] not in value:
         raise LookupError(list(value) if isinstance(value, Mapping) else [])
     return _descend(value[names[0]], names[1:])

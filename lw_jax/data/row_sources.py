@@ -52,8 +52,8 @@ def read(
     where = label(source, split)
     with fields.counted(where) as counted:
         if source.startswith(HUB):
-            found = ask_hub("load_dataset", source, split=parse_hub(source, split)[2], streaming=stream)
-            yield from _read_set(found, counted, where)
+            data_set = ask_hub("load_dataset", source, split=parse_hub(source, split)[2], streaming=stream)
+            yield from _read_set(data_set, counted, where)
         elif is_saved(locate(source)[0]):
             yield from _read_set(_load_saved(source, split), counted, where)
         elif is_table(source):
@@ -105,7 +105,7 @@ def check_apart(train: str, validation: str) -> None:
     """Raises UserError where a validation source has files, or a split of the hub, of a training source."""
     trained = split_sources(train)
     for name in split_sources(validation):
-        if any(_overlap(one, name) for one in trained):
+        if any(_overlap(source, name) for source in trained):
             raise UserError(
                 f"config.data.validation={name!r} is the training source, or a part of it: scores would measure "
                 "memory; name another file or split"
@@ -114,13 +114,13 @@ def check_apart(train: str, validation: str) -> None:
 
 def parse_hub(source: str, split: str) -> tuple[str, str, str, str]:
     """Returns (name, configuration, split, revision) of a data set of the hub; `split` where it names none."""
-    whole, at, revision = source.removeprefix(HUB).partition("@")
-    name, *rest = re.split(r":(?![^\[]*\])", whole)  # a slice "train[:90%]" stays whole
-    if not name or len(rest) > 2 or (at and not re.fullmatch(r"[\w./-]+", revision)):
+    whole, separator, revision = source.removeprefix(HUB).partition("@")
+    name, *parts = re.split(r":(?![^\[]*\])", whole)  # a slice "train[:90%]" stays whole
+    if not name or len(parts) > 2 or (separator and not re.fullmatch(r"[\w./-]+", revision)):
         raise UserError(f"{source!r}: expected {_HUB_FORM}")
-    if len(rest) == 1:  # one word: a split when it begins like one, else a configuration
-        rest = ["", rest[0]] if _SPLIT.match(rest[0]) else [rest[0], split]
-    subset, chosen = rest or ("", split)
+    if len(parts) == 1:  # one word: a split when it begins like one, else a configuration
+        parts = ["", parts[0]] if _SPLIT.match(parts[0]) else [parts[0], split]
+    subset, chosen = parts or ("", split)
     return name, subset, chosen or split, revision
 
 
@@ -140,19 +140,19 @@ def files(source: str, split: str, *, beside: Collection[str] = (), known: str =
         return [path]
     if not path.is_dir():
         raise UserError(f"{path}: no such file or folder (seen from {Path.cwd()}); name {known}")
-    found = _walk(path, (*SUFFIXES, *beside))
-    tables = [file for file in found if suffix_of(file) in SUFFIXES]
-    if not named and len(tables) < len(found):
-        return found
+    matches = _walk(path, (*SUFFIXES, *beside))
+    tables = [file for file in matches if suffix_of(file) in SUFFIXES]
+    if not named and len(tables) < len(matches):
+        return matches
     if not tables:
         wanted = ", ".join(SUFFIXES if named else (*SUFFIXES, *beside))
         raise UserError(f"{path}: is a directory without {wanted} files; name {known}")
     splits = {file: _split_of(file.relative_to(path)) for file in tables}
     if not any(splits.values()) and not named:
         return tables
-    if odd := next((file for file, one in splits.items() if not one and any(splits.values())), None):
+    if odd := next((file for file, name in splits.items() if not name and any(splits.values())), None):
         raise UserError(f"{odd}: its name has no split, others in {path} have one; name the files with commas between")
-    chosen = [file for file, one in splits.items() if one == (named or split)]
+    chosen = [file for file, name in splits.items() if name == (named or split)]
     if not chosen:
         raise _no_split(path, named or split, splits.values())
     return chosen
@@ -210,9 +210,9 @@ def _parts(batch: Any) -> Iterator[Any]:
 
 def _walk(folder: Path, suffixes: Collection[str] = SUFFIXES) -> list[Path]:
     """Returns the files below a folder that have one of the suffixes, in the order of their names; none hidden."""
-    found = {file.relative_to(folder): file for file in folder.rglob("*") if suffix_of(file) in suffixes}
-    seen = (name for name, file in found.items() if file.is_file() and not any(part[0] == "." for part in name.parts))
-    return [found[name] for name in sorted(seen, key=Path.as_posix)]
+    paths = {file.relative_to(folder): file for file in folder.rglob("*") if suffix_of(file) in suffixes}
+    seen = (name for name, file in paths.items() if file.is_file() and not any(part[0] == "." for part in name.parts))
+    return [paths[name] for name in sorted(seen, key=Path.as_posix)]
 
 
 def _split_of(file: Path) -> str:
@@ -243,33 +243,33 @@ def _load_saved(source: str, split: str) -> Any:
     path, named = locate(source)
     datasets = _import("datasets", source)
     try:
-        found = datasets.load_from_disk(str(path))
+        data_set = datasets.load_from_disk(str(path))
     except (OSError, ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"{path}: cannot be loaded ({error}); save the data set again") from error
     if not (path / "dataset_dict.json").is_file():
         if named:
             raise _no_split(path, named, ())
-        return found
-    if (named or split) not in found:
-        raise _no_split(path, named or split, found)
-    return found[named or split]
+        return data_set
+    if (named or split) not in data_set:
+        raise _no_split(path, named or split, data_set)
+    return data_set[named or split]
 
 
-def _read_set(found: Any, fields: Fields[_T], where: str) -> Iterator[tuple[str, _T]]:
-    known = found.column_names  # none where the library does not know them before the first row
+def _read_set(data_set: Any, fields: Fields[_T], where: str) -> Iterator[tuple[str, _T]]:
+    known = data_set.column_names  # none where the library does not know them before the first row
     if known and (chosen := fields.choose(known, where, table=True)):
-        found = found.select_columns(chosen)
+        data_set = data_set.select_columns(chosen)
     datasets, arrow = _import("datasets", where), _import("pyarrow", where)
-    yield from _typed(found, fields, where, datasets.exceptions.DatasetsError, arrow.ArrowException)
+    yield from _typed(data_set, fields, where, datasets.exceptions.DatasetsError, arrow.ArrowException)
 
 
 def _typed(
-    found: Iterable[Mapping[str, Any]], fields: Fields[_T], where: str, *errors: type[Exception]
+    records: Iterable[Mapping[str, Any]], fields: Fields[_T], where: str, *errors: type[Exception]
 ) -> Iterator[tuple[str, _T]]:
     """Yields (place, row) of what a library reads lazily, so that its errors come with any row."""
     number = 0
     try:
-        for row in found:
+        for row in records:
             named = f"{where}[{number}]"
             yield named, fields.convert(row, named)
             number += 1
@@ -290,8 +290,8 @@ def _overlap(train: str, validation: str) -> bool:
         return False
     if not train.startswith(HUB):
         return not _rows_of(train, "train").isdisjoint(_rows_of(validation, "validation"))
-    (*ours, split, revision), (*theirs, other, at) = parse_hub(train, "train"), parse_hub(validation, "validation")
-    if ours != theirs or (revision and at and revision != at):
+    (*ours, split, revision), (*theirs, other, pinned) = parse_hub(train, "train"), parse_hub(validation, "validation")
+    if ours != theirs or (revision and pinned and revision != pinned):
         return False
     # Of two slices of one split, train[:90%] and train[90%:], only the same one is known to overlap.
     whole = any(part == part.partition("[")[0] for part in (split, other))
@@ -314,7 +314,7 @@ def _splits(folder: Path) -> bool:
 
 
 def _no_split(path: Path, split: str, known: Iterable[str]) -> UserError:
-    here = ", ".join(sorted({repr(one) for one in known if one})) or "none"
+    here = ", ".join(sorted({repr(name) for name in known if name})) or "none"
     return UserError(f"{path}: no split {split!r}, here are {here}; name one of them: {path}:SPLIT")
 
 

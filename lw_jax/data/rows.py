@@ -85,8 +85,8 @@ def read(path: Path, *, remedy: str, document: type[Any] | None = None) -> Itera
         number, first = next(lines, (0, b""))
         if not first:
             raise UserError(f"{path}: the file is empty; {remedy}")
-        listed, found = first.lstrip()[:1] == b"[", _parsed(first)
-        if not listed and (named or found) and (document is None or not _has_rows(found)):
+        listed, head = first.lstrip()[:1] == b"[", _parsed(first)
+        if not listed and (named or head) and (document is None or not _has_rows(head)):
             for place, line in itertools.chain([(number, first)], lines):
                 where = f"{path}:{place}"
                 yield where, schema.decode(line, dict[str, Any], where=where, remedy=remedy)
@@ -115,8 +115,8 @@ def _lines(file: IO[bytes] | gzip.GzipFile, path: Path, limit: int) -> Iterator[
             yield number, line
 
 
-def _has_rows(found: _Object | None) -> bool:
-    return found is not None and memoryview(found.data)[:1] == b"["
+def _has_rows(parsed: _Object | None) -> bool:
+    return parsed is not None and memoryview(parsed.data)[:1] == b"["
 
 
 def _parsed(data: bytes) -> _Object | None:

@@ -40,7 +40,7 @@ def marked(ids: Sequence[int] | np.ndarray, begin: Sequence[int], end: Sequence[
 
     The one rule of BOS and EOS: whatever adds them calls it.
     """
-    ids, first, last = (np.asarray(one, np.int32) for one in (ids, begin, end))
+    ids, first, last = (np.asarray(part, np.int32) for part in (ids, begin, end))
     parts = [
         *([] if np.array_equal(ids[: len(first)], first) else [first]),
         ids,
@@ -106,17 +106,17 @@ class Tokenizer:
         """
         if not self.backend.chat_template:
             raise UserError(f'{self.backend.name_or_path}: the tokenizer has no chat template; use template="plain"')
-        given = {"tools": None, "documents": None, "date_string": f"{chat_templates.DATE:%d %b %Y}", **(values or {})}
-        given |= {"messages": chat_templates.as_given(turns), "add_generation_prompt": reply}
+        context = {"tools": None, "documents": None, "date_string": f"{chat_templates.DATE:%d %b %Y}", **(values or {})}
+        context |= {"messages": chat_templates.as_given(turns), "add_generation_prompt": reply}
         roles = [turn["role"] for turn in turns]
         change = "leave the system turn (prompt.system) out" if "system" in roles else "change the turns"
         try:  # of several templates the one named "default", or with tools "tool_use"
-            template = self.backend.get_chat_template(None, given["tools"])
+            template = self.backend.get_chat_template(None, context["tools"])
         except ValueError as error:
             raise UserError(f'{self.backend.name_or_path}: {error}; use template="plain"') from error
         return chat_templates.render(
             template,
-            {**self.backend.special_tokens_map, **given},
+            {**self.backend.special_tokens_map, **context},
             where=f"{self.backend.name_or_path}: turns of {', '.join(roles)}",
             remedy=f'{change} or use template="plain"',
         )

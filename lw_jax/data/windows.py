@@ -49,8 +49,8 @@ class Windows(Stream):
         return f"{self.span.corpus.folder.name} {self.span.start} {self.span.stop} {self.length}"
 
     def describe(self) -> list[str]:
-        rest = len(self.span) - 1 - len(self) * self.length
-        tail = f", {rest} tokens at the end not used" if rest else ""
+        unused = len(self.span) - 1 - len(self) * self.length
+        tail = f", {unused} tokens at the end not used" if unused else ""
         return [
             f"{len(self):,} windows of {self.length:,} tokens: tokens {self.span.start:,} to {self.span.stop:,} of the "
             f"{self.span.corpus.tokens:,} in {self.span.corpus.source}{tail}"

@@ -26,12 +26,12 @@ class CacheFunctions(WireFunctions):
 
         `fields`: "own", the text's ids, right-padded, and of one row "before" and "again", {"ids", "mask"}.
         """
-        reader, own, again = self.wire.readers[name], fields["own"], fields["again"]
+        reader, text, again = self.wire.readers[name], fields["own"], fields["again"]
         return cache_choice.read_twice(
             params,
             reader.config,
-            decoder.embed(params, own["ids"]),
-            mask=own["mask"],
+            decoder.embed(params, text["ids"]),
+            mask=text["mask"],
             again=SharedPrefix(decoder.embed(params, again["ids"][:1]), again["mask"][:1]),
             shared_prefix=embed_shared_prefix(params, fields["before"]),
             keep_queries=keep_queries,
@@ -115,10 +115,10 @@ class CacheFunctions(WireFunctions):
         opening: decoder.KVPrefix | None,
     ) -> Prompt:
         x = decoder.embed(params, after["ids"])
-        own = self._constrain(cache_message.decode(code, sent, mask, x.dtype), name)
+        prefix = self._constrain(cache_message.decode(code, sent, mask, x.dtype), name)
         if opening is not None:
-            own = self._constrain(kv_prefix.prepend(opening, own), name)
-        return Prompt(x, after["mask"], kv_prefix=own)
+            prefix = self._constrain(kv_prefix.prepend(opening, prefix), name)
+        return Prompt(x, after["mask"], kv_prefix=prefix)
 
     @jitted("name", "sizes")
     def prompt_packed(  # noqa: PLR0913
@@ -163,4 +163,4 @@ def sizes_if_fitted(code: Tree, width: int, ratio: int) -> Sizes | None:
 def sizes_of(code: Tree, width: int, ratio: int) -> Sizes:
     """Returns how many keys each head has of a text of at most `width` tokens."""
     count = count_kept(code, np.array([width]), ratio)[:, 0]
-    return tuple(tuple(int(one) for one in row) for row in count)
+    return tuple(tuple(int(size) for size in row) for row in count)

@@ -53,18 +53,18 @@ def attach(encoded: Encoded, layout: Layout) -> CacheEncoded:
     for name, fields in encoded.readers.items():
         before, again = fields["before"], ask_again(name, layout)
         if encoded.task == "answer":
-            own = [ids[len(start) :] for ids, start in zip(fields["context"].ids, before.ids, strict=True)]
+            text_ids = [ids[len(start) :] for ids, start in zip(fields["context"].ids, before.ids, strict=True)]
         else:
             texts = [example.context for example in encoded.examples]
-            own = prompt_tokens.tokenize(layout.readers[name].tokenizer, texts)
-            fields = fields | {"after": batches.field([again] * len(own), before.pad, left=True)}
-        made = {
-            "own": own,
-            "other": [own[other] for other in others],
-            "again": [again] * len(own),
+            text_ids = prompt_tokens.tokenize(layout.readers[name].tokenizer, texts)
+            fields = fields | {"after": batches.field([again] * len(text_ids), before.pad, left=True)}
+        ragged = {
+            "own": text_ids,
+            "other": [text_ids[other] for other in others],
+            "again": [again] * len(text_ids),
         }
-        rest = {key: field for key, field in fields.items() if key != "context"}
-        readers[name] = rest | {key: batches.field(ids, before.pad, left=False) for key, ids in made.items()}
+        base = {key: field for key, field in fields.items() if key != "context"}
+        readers[name] = base | {key: batches.field(ids, before.pad, left=False) for key, ids in ragged.items()}
     source = dataclasses.replace(encoded.source, limit=0)
     values: dict[str, Any] = vars(encoded) | {"readers": readers, "source": source}
     return CacheEncoded(**values)
@@ -120,30 +120,30 @@ class CacheSession(Session):
         """Returns each row's prompt; a text is read once for all of its rows."""
         params, code, functions = self.frozen[name], self.codes[name], self.functions
         before, keep_queries = fields["before"]["mask"], bool(np.asarray(code["fitted"]).any())
-        readings, found, made = {}, {}, {}
+        readings, prompts, messages = {}, {}, {}
         for row in rows:
             kind = ROWS[row].latents
             if ROWS[row].taught:
                 parts = {key: fields[key] for key in ("before", "own", "asked")}
-                found[row] = RowPrompt(functions.prompt_from_taught_parts(params, parts, self.taught[name]))
+                prompts[row] = RowPrompt(functions.prompt_from_taught_parts(params, parts, self.taught[name]))
                 continue
             if not kind:
                 prompt = functions.prompt_from_text(params, fields[ROWS[row].fields[0]])
-                found[row] = RowPrompt(prompt)
+                prompts[row] = RowPrompt(prompt)
                 continue
             ratio, text = ROWS[row].ratio or self.ratio, fields[TEXTS[kind]]
             if kind not in readings:
-                own = {"own": text, "before": fields["before"], "again": fields["again"]}
-                readings[kind] = functions.read_twice(params, own, name, keep_queries)
-            if (kind, ratio) not in made:
+                inputs = {"own": text, "before": fields["before"], "again": fields["again"]}
+                readings[kind] = functions.read_twice(params, inputs, name, keep_queries)
+            if (kind, ratio) not in messages:
                 count = cache_functions.count_kept(code, np.asarray(text["mask"]).sum(axis=1), ratio)
                 steps = cache_functions.steps_of(code, len(text["mask"]), ratio)
                 sizes = cache_functions.sizes_if_fitted(code, text["mask"].shape[1], ratio)
                 (sent,) = functions.encode(code, readings[kind], before, [count], steps, name, sizes)
                 prompt = functions.prompt_from_cache(params, code, fields, sent, text["mask"], name)
-                made[kind, ratio] = RowPrompt(prompt, count.mean(axis=(0, 2)), sent, ratio)
-            found[row] = made[kind, ratio]
-        return found
+                messages[kind, ratio] = RowPrompt(prompt, count.mean(axis=(0, 2)), sent, ratio)
+            prompts[row] = messages[kind, ratio]
+        return prompts
 
 
 def measure(  # noqa: PLR0913
@@ -173,11 +173,11 @@ def measure(  # noqa: PLR0913
     with phase("reading the questions in every row of the table", total, "batches") as done:
         for host in batches_by_length(encoded, indices, batch):
             for name, host_fields in host["readers"].items():
-                if asked := log.missing(name, rows, host["index"][host["valid"]].tolist()):
+                if missing := log.missing(name, rows, host["index"][host["valid"]].tolist()):
                     fields = bench.functions.place(host_fields, name)
-                    for row, made in bench.prompts(fields, name, asked).items():
-                        found = bench.answer(fields, name, made.prompt, max_new_tokens=max_new_tokens)
-                        log.add(list(_records(encoded, host, name, row, made, found, codings, texts)))
+                    for row, row_prompt in bench.prompts(fields, name, missing).items():
+                        outputs = bench.answer(fields, name, row_prompt.prompt, max_new_tokens=max_new_tokens)
+                        log.add(list(_records(encoded, host, name, row, row_prompt, outputs, codings, texts)))
                 done.advance()
     return log.read(tuple(encoded.readers), rows, indices)
 
@@ -187,29 +187,29 @@ def _records(  # noqa: PLR0913
     host: Mapping[str, Any],
     name: str,
     row: str,
-    made: RowPrompt,
-    found: tuple[list[str], dict[str, np.ndarray]],
+    row_prompt: RowPrompt,
+    outputs: tuple[list[str], dict[str, np.ndarray]],
     codings: Mapping[str, Coding],
     texts: list[int],
 ) -> Iterator[Record]:
     """Yields one reader's records of one row of a batch."""
-    told, scores = found
+    predictions, scores = outputs
     lengths = host["readers"][name]["own"]["mask"].sum(axis=1)
-    for at, index in enumerate(host["index"].tolist()):
-        if not host["valid"][at]:
+    for position, index in enumerate(host["index"].tolist()):
+        if not host["valid"][position]:
             continue
-        held = made.positions[at] if made.sent else positions(encoded, name, row, index, slots=0)
-        one = {"reader": name, "row": row, "index": index, "text": texts[index], "positions": float(held)}
+        count = row_prompt.positions[position] if row_prompt.sent else positions(encoded, name, row, index, slots=0)
+        record = {"reader": name, "row": row, "index": index, "text": texts[index], "positions": float(count)}
         if row == "latents":
-            one |= _size(codings[name], made, at, int(lengths[at]))
-        one |= judge(encoded.examples[index], told[at])
-        yield one | {key: float(value[at]) for key, value in scores.items()}
+            record |= _size(codings[name], row_prompt, position, int(lengths[position]))
+        record |= judge(encoded.examples[index], predictions[position])
+        yield record | {key: float(value[position]) for key, value in scores.items()}
 
 
-def _size(coding: Coding, made: RowPrompt, at: int, length: int) -> Record:
+def _size(coding: Coding, row_prompt: RowPrompt, position: int, length: int) -> Record:
     """Returns the bytes of one example's message for its reader alone, and the tokens of its text."""
-    assert made.sent is not None, "of a message"
-    one = jax.device_get(cache_message.rows_of(made.sent)[at])
-    section = cache_message.to_section({made.ratio: one}, length)
+    assert row_prompt.sent is not None, "of a message"
+    message = jax.device_get(cache_message.rows_of(row_prompt.sent)[position])
+    section = cache_message.to_section({row_prompt.ratio: message}, length)
     size = len(cache_codec.pack([(coding, section)], writer=coding.fingerprint))
     return {"bytes": size, "text_tokens": length}

@@ -27,12 +27,12 @@ def summarise(records: Sequence[Record], *, seed: int) -> dict[str, dict[str, Ro
     the share of different predictions, near 0 for a collapsed wire; follows, of texts with another answer in them: the
     share of answers that are the new one. INTERVALS have a 95 % bootstrap interval each.
     """
-    found: dict[str, dict[str, Row]] = {}
+    by_reader: dict[str, dict[str, Row]] = {}
     for (reader, row), group in _group(records).items():
         bootstrap = _resample(group, seed=seed)
         estimates = estimate(group, bootstrap)
         figures: Row = {key: _mean(group, key) for key in ("positions",) if key in group[0]}
-        figures |= {key: one.value for key, one in estimates.items()}
+        figures |= {key: mean.value for key, mean in estimates.items()}
         figures |= {f"{key}_interval": estimates[key].interval() for key in INTERVALS}
         if "follows" in group[0]:
             follows = bootstrap.mean(_column(group, "follows"))
@@ -43,8 +43,8 @@ def summarise(records: Sequence[Record], *, seed: int) -> dict[str, dict[str, Ro
             "texts": _count_texts(group),
             "tokens": sum(record["tokens"] for record in group),
         }
-        found.setdefault(reader, {})[row] = figures
-    return found
+        by_reader.setdefault(reader, {})[row] = figures
+    return by_reader
 
 
 def compare(records: Sequence[Record], *, seed: int) -> dict[str, Row]:
@@ -60,21 +60,21 @@ def compare(records: Sequence[Record], *, seed: int) -> dict[str, Row]:
     follows; texts: those that they are about.
     """
     grouped = _group(records)
-    found: dict[str, Row] = {}
+    comparisons: dict[str, Row] = {}
     for reader in dict.fromkeys(reader for reader, _ in grouped):
-        own = {row: group for (name, row), group in grouped.items() if name == reader}
-        plain = {row: group for row, group in own.items() if not ROWS[row].swapped}
+        groups = {row: group for (name, row), group in grouped.items() if name == reader}
+        plain = {row: group for row, group in groups.items() if not ROWS[row].swapped}
         figures: Row = {}
         if plain:
             first = next(iter(plain.values()))
             bootstrap = _resample(first, seed=seed)
             figures = _compare_plain(plain, {row: estimate(group, bootstrap) for row, group in plain.items()})
             figures |= {"examples": len(first), "texts": _count_texts(first)} if figures else {}
-        text = next((own[row] for row in FOLLOWED if row in own), None)
-        if text and "swapped" in own:
-            figures |= _follow(own["swapped"], text, _resample(text, seed=seed))
-        found[reader] = figures
-    return found
+        text = next((groups[row] for row in FOLLOWED if row in groups), None)
+        if text and "swapped" in groups:
+            figures |= _follow(groups["swapped"], text, _resample(text, seed=seed))
+        comparisons[reader] = figures
+    return comparisons
 
 
 def _compare_plain(groups: Mapping[str, Sequence[Record]], rows: Mapping[str, Mapping[str, Estimate]]) -> Row:
@@ -144,12 +144,12 @@ def estimate(records: Sequence[Record], bootstrap: Bootstrap) -> dict[str, Estim
 
 def table(rows: Mapping[str, Mapping[str, Row]]) -> str:
     width = max(map(len, ("reader", *rows))) + 2
-    second = max(9, *(len(row) for found in rows.values() for row in found)) + 2
+    second = max(9, *(len(row) for by_row in rows.values() for row in by_row)) + 2
     columns = {"positions": 9, "ms": 8, "em": 7, "f1": 7, "f1 95 %": 15, "nll": 8, "accuracy": 9, "first_token": 12}
     columns |= {"first_5": 8, "distinct": 9}
     lines = [f"{'reader':<{width}}{'row':<{second}}" + "".join(f"{name:>{size}}" for name, size in columns.items())]
-    for reader, found in rows.items():
-        for row, values in found.items():
+    for reader, by_row in rows.items():
+        for row, values in by_row.items():
             cells = {key: f"{values[key]:.3f}" for key in columns if key in values}
             cells["positions"] = f"{values['positions']:.1f}" if "positions" in values else "unknown"
             cells["ms"] = f"{1000 * values['first_token_seconds']:,.1f}" if "first_token_seconds" in values else ""

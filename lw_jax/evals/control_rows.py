@@ -50,8 +50,8 @@ class Session:
     ) -> tuple[list[str], dict[str, np.ndarray]]:
         """Returns a reader's greedy answers to this process's rows, and `score` of the reference answers."""
         answer = {key: fields[key] for key in ANSWER}
-        found = self.functions.answer(self.frozen[name], prompt, answer, name, max_new_tokens)
-        ids, scores = self.functions.fetch(found, name)
+        outputs = self.functions.answer(self.frozen[name], prompt, answer, name, max_new_tokens)
+        ids, scores = self.functions.fetch(outputs, name)
         texts = [self.tokenizers[name].decode([int(token) for token in row if token >= 0]) for row in ids]
         return [answers.first_line(text) for text in texts], scores
 
@@ -70,12 +70,12 @@ class WireSession(Session):
         """Returns a reader's prompt for one row from its placed fields; `latents` are None for text rows."""
         params = self.frozen[name]
         if ROWS[row].compacted:
-            given = {key: fields[key] for key in ("before", *ROWS[row].fields, PROBE, KEPT)}
+            inputs = {key: fields[key] for key in ("before", *ROWS[row].fields, PROBE, KEPT)}
             vectors = self.taught[name] if ROWS[row].taught else None
-            return self.functions.prompt_from_compacted_text(params, given, vectors, name)
+            return self.functions.prompt_from_compacted_text(params, inputs, vectors, name)
         if ROWS[row].taught:
-            given = {part: fields[key] for part, key in zip(("context", "asked"), ROWS[row].fields, strict=True)}
-            return self.functions.prompt_from_taught_text(params, given, self.taught[name])
+            inputs = {part: fields[key] for part, key in zip(("context", "asked"), ROWS[row].fields, strict=True)}
+            return self.functions.prompt_from_taught_text(params, inputs, self.taught[name])
         if not ROWS[row].latents:
             return self.functions.prompt_from_text(params, fields[ROWS[row].fields[0]])
         assert latents is not None, row
@@ -134,24 +134,24 @@ def measure(
         records = _read(bench, encoded, indices, rows=plain, latents=latents, options=options)
     changed = [row for row in options.rows if ROWS[row].swapped]
     if changed and swaps is not None and swaps.origins:
-        own = list(range(len(swaps.origins)))
-        sent = _encode(bench, swaps.encoded, own, kinds=set(), batch=options.batch, seed=seed)
-        found = _read(bench, swaps.encoded, own, rows=changed, latents=sent, options=options)
-        records += follow(found, swaps, encoded)
+        swap_indices = list(range(len(swaps.origins)))
+        sent = _encode(bench, swaps.encoded, swap_indices, kinds=set(), batch=options.batch, seed=seed)
+        swapped_records = _read(bench, swaps.encoded, swap_indices, rows=changed, latents=sent, options=options)
+        records += follow(swapped_records, swaps, encoded)
     return Measured(encoded, indices, latents["own"].values, records)
 
 
 def follow(records: Iterable[Record], swaps: Swaps, encoded: Encoded) -> list[Record]:
     """Returns the records of changed examples as of their originals, with "follows"; see `measure`."""
-    found, texts = [], number_texts(encoded)
+    relabelled, texts = [], number_texts(encoded)
     for record in records:
         position = record["index"]
         index, new, old = swaps.origins[position], record["answers"][0], swaps.replaced[position]
-        told = record["prediction"]
-        follows = float(answers.contains(told, new) and not answers.contains(told, old))
+        prediction = record["prediction"]
+        follows = float(answers.contains(prediction, new) and not answers.contains(prediction, old))
         of_original = {"index": index, "text": texts[index], "id": encoded.examples[index].id}
-        found.append(record | of_original | {"follows": follows})
-    return found
+        relabelled.append(record | of_original | {"follows": follows})
+    return relabelled
 
 
 def _encode(
@@ -179,13 +179,13 @@ def _read(
         for number, host in enumerate(batches_of(encoded, indices, options.batch, share=processes.share())):
             if not number:
                 compile_together(
-                    bench.answer_program(asked.fields, asked.reader, asked.prompt, most)
-                    for asked in _ask(bench, host, rows, latents)
+                    bench.answer_program(request.fields, request.reader, request.prompt, most)
+                    for request in _ask(bench, host, rows, latents)
                 )
             batch, valid = host["index"].tolist(), host["valid"]
-            for asked in _ask(bench, host, rows, latents):
-                name, row, slots = asked.reader, asked.row, asked.slots
-                predictions, scores = bench.answer(asked.fields, name, asked.prompt, max_new_tokens=most)
+            for request in _ask(bench, host, rows, latents):
+                name, row, slots = request.reader, request.row, request.slots
+                predictions, scores = bench.answer(request.fields, name, request.prompt, max_new_tokens=most)
                 groups.append(
                     [
                         {"reader": name, "row": row, "index": index, "text": texts[index]}
@@ -200,7 +200,7 @@ def _read(
     return merge(groups)
 
 
-class _Asked(NamedTuple):
+class _Request(NamedTuple):
     """A batch as one reader is asked it in one row."""
 
     reader: str
@@ -212,20 +212,20 @@ class _Asked(NamedTuple):
 
 def _ask(
     bench: WireSession, host: Mapping[str, Any], rows: Sequence[str], latents: Mapping[str, Sent]
-) -> Iterator[_Asked]:
+) -> Iterator[_Request]:
     """Yields a batch as each reader is asked it in each row; a prompt is made when it is its turn."""
-    at = host["position"]
+    places = host["position"]
     for name, host_fields in host["readers"].items():
         fields = bench.functions.place(host_fields, name)
         for row in rows:
-            given, sent, slots = fields, None, np.zeros(len(at), np.int32)
+            inputs, sent, slots = fields, None, np.zeros(len(places), np.int32)
             if ROWS[row].latents:
                 values, counts = latents[ROWS[row].latents]
-                slots = counts[at]
+                slots = counts[places]
                 channel = np.concatenate([slots[:, None], host_fields["channel"][:, 1:]], axis=1)
-                given = fields | {"channel": bench.functions.place(channel, name)}
-                sent = bench.functions.place(values[at], None)
-            yield _Asked(name, row, fields, slots, bench.prompt(given, name, row=row, latents=sent))
+                inputs = fields | {"channel": bench.functions.place(channel, name)}
+                sent = bench.functions.place(values[places], None)
+            yield _Request(name, row, fields, slots, bench.prompt(inputs, name, row=row, latents=sent))
 
 
 def number_texts(encoded: Encoded) -> list[int]:
@@ -239,11 +239,11 @@ def positions(encoded: Encoded, reader: str, row: str, index: int, *, slots: int
 
     A message has its `slots` and the task's vector.
     """
-    made = ROWS[row]
-    if made.latents:
+    eval_row = ROWS[row]
+    if eval_row.latents:
         return slots + 1
-    held = (KEPT,) if made.compacted else made.fields
-    return sum(encoded.context_tokens[reader][field][index] for field in held) + made.taught
+    fields = (KEPT,) if eval_row.compacted else eval_row.fields
+    return sum(encoded.context_tokens[reader][field][index] for field in fields) + eval_row.taught
 
 
 def attach_ceiling(encoded: Encoded, indices: Sequence[int]) -> Encoded:
@@ -257,16 +257,16 @@ def attach_ceiling(encoded: Encoded, indices: Sequence[int]) -> Encoded:
     readers, counts = {}, {}
     others, slots = other_examples(encoded.examples), dict(zip(indices, encoded.count_slots(indices), strict=True))
     for name, fields in encoded.readers.items():
-        asked, tokens = fields["asked"], encoded.context_tokens[name]["context"]
+        question, tokens = fields["asked"], encoded.context_tokens[name]["context"]
         rooms = [
             positions(encoded, name, "latents", index, slots=int(slots[index])) if index in slots else 0
             for index in range(len(encoded))
         ]
-        probe = dataclasses.replace(asked, ids=[asked.ids[other] for other in others])
-        kept = batches.field([np.zeros(room, np.int32) for room in rooms], asked.pad, left=False)
+        probe = dataclasses.replace(question, ids=[question.ids[other] for other in others])
+        kept = batches.field([np.zeros(room, np.int32) for room in rooms], question.pad, left=False)
         readers[name] = fields | {PROBE: probe, KEPT: kept}
-        held = [min(room, count) for room, count in zip(rooms, tokens, strict=True)]
-        counts[name] = {**encoded.context_tokens[name], KEPT: held}
+        lengths = [min(room, count) for room, count in zip(rooms, tokens, strict=True)]
+        counts[name] = {**encoded.context_tokens[name], KEPT: lengths}
     return dataclasses.replace(encoded, readers=readers, context_tokens=counts)
 
 

@@ -65,9 +65,9 @@ class Curve:
     text_bytes: dict[Word, Positive]  # coding -> mean bytes of a context
 
     def __post_init__(self) -> None:
-        rows = [row for found in self.references.values() for row in found.values()]
-        for name, found in (("points", self.points), ("references", rows)):
-            if not all(self.quality in row for row in found):
+        rows = [row for by_row in self.references.values() for row in by_row.values()]
+        for name, entries in (("points", self.points), ("references", rows)):
+            if not all(self.quality in row for row in entries):
                 raise ValueError(f"a row of {name} has no {self.quality!r}, which the curve shows")
         if PLAIN not in self.text_bytes:
             raise ValueError(f"text_bytes has no {PLAIN!r}")

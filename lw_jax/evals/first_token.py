@@ -38,22 +38,22 @@ def measure(bench: WireSession, measured: Measured, *, rows: tuple[str, ...], co
     text = next((row for row in reversed(UPPER) if row in rows), None)
     if text is None or "latents" not in rows:
         return {}
-    found = {}
+    times = {}
     for name in measured.encoded.readers:
         position, tokens = median_text(measured, name, ROWS[text].fields[0])
-        one = narrow(measured.encoded, measured.indices[position])
-        fields = bench.functions.place(one.collate([0] * copies)["readers"][name], name)
-        opening = match(one.readers[name]["before"], one.readers[name][ROWS[text].fields[0]])
-        slots = int(one.count_slots([0])[0])  # a reader is given no position beyond them
-        own = np.repeat(measured.latents[position : position + 1, :slots], copies, axis=0)
-        latents = bench.functions.place(own, None)
+        single = narrow(measured.encoded, measured.indices[position])
+        fields = bench.functions.place(single.collate([0] * copies)["readers"][name], name)
+        opening = match(single.readers[name]["before"], single.readers[name][ROWS[text].fields[0]])
+        slots = int(single.count_slots([0])[0])  # a reader is given no position beyond them
+        message = np.repeat(measured.latents[position : position + 1, :slots], copies, axis=0)
+        latents = bench.functions.place(message, None)
         seconds = {}
         for row in (text, "latents"):
             sent = latents if ROWS[row].latents else None
             read = functools.partial(_read, bench, fields, name, row, sent, None if ROWS[row].latents else opening)
             seconds[row] = fastest(read)
-        found[name] = Times(seconds, tokens)
-    return found
+        times[name] = Times(seconds, tokens)
+    return times
 
 
 def median_text(measured: Measured, name: str, field: str) -> tuple[int, int]:

@@ -47,28 +47,28 @@ def pick(
         return {key: estimate.value, f"{key}_interval": estimate.interval()}
 
     scores = {key: np.array([[record[key] for record in records] for records in answered]) for key in ("em", "f1")}
-    found: dict[str, Any] = {"joint": {}, "oracle": {}, "readers": {name: {} for name in readers}}
+    results: dict[str, Any] = {"joint": {}, "oracle": {}, "readers": {name: {} for name in readers}}
     for key, values in scores.items():
-        found["joint"] |= score(values[chosen, np.arange(len(chosen))], key)
-        found["oracle"] |= score(values.max(axis=0), key)
-        for name, own in zip(readers, values, strict=True):
-            found["readers"][name] |= score(own, key)
+        results["joint"] |= score(values[chosen, np.arange(len(chosen))], key)
+        results["oracle"] |= score(values.max(axis=0), key)
+        for name, reader_scores in zip(readers, values, strict=True):
+            results["readers"][name] |= score(reader_scores, key)
     for reader, name in enumerate(readers):
-        found["readers"][name]["picked"] = float(np.mean(chosen == reader))
+        results["readers"][name]["picked"] = float(np.mean(chosen == reader))
     same = [
         len({answers.normalise(record["prediction"]) for record in each}) == 1 for each in zip(*answered, strict=True)
     ]
-    found |= score(np.array(same, np.float64), "agreement")
-    return found | {"examples": len(chosen), "unscored": int(np.sum(~np.isfinite(costs).any(axis=0)))}
+    results |= score(np.array(same, np.float64), "agreement")
+    return results | {"examples": len(chosen), "unscored": int(np.sum(~np.isfinite(costs).any(axis=0)))}
 
 
 def format_figures(found: dict[str, Any]) -> str:
-    own = ", ".join(f"{name} {figures['f1']:.3f}" for name, figures in found["readers"].items())
+    alone = ", ".join(f"{name} {figures['f1']:.3f}" for name, figures in found["readers"].items())
     joint, oracle = found["joint"], found["oracle"]
     low, high = joint["f1_interval"]
     return (
         f"joint pick: f1 {joint['f1']:.3f} ({low:.3f}..{high:.3f}), em {joint['em']:.3f}; oracle f1 "
-        f"{oracle['f1']:.3f}; alone {own}; agreement {found['agreement']:.3f}"
+        f"{oracle['f1']:.3f}; alone {alone}; agreement {found['agreement']:.3f}"
     )
 
 
@@ -88,7 +88,7 @@ def _costs(
 ) -> np.ndarray:
     """Returns f64[readers n], inf where a candidate has no cost; equal candidates are scored once."""
     candidates = [[_Candidate(i, record["prediction"]) for i, record in enumerate(records)] for records in answered]
-    distinct = sorted({one for own in candidates for one in own if one.answer})
+    distinct = sorted({candidate for per_reader in candidates for candidate in per_reader if candidate.answer})
     scored: list[tuple[int, float]] = []  # this process's: number of the candidate, cost
     encoded = batches.encode(_examples(measured, distinct), layout=layout)
     with phase("scoring every answer by all readers", -(-len(encoded) // options.batch), "batches") as done:
@@ -108,7 +108,7 @@ def _costs(
                 (n, float(c)) for n, c, real in zip(numbers, mean, valid, strict=True) if real and n < len(distinct)
             ]
     costs = {distinct[number]: cost for part in processes.gather(scored) for number, cost in part}
-    return np.array([[costs.get(one, np.inf) for one in own] for own in candidates])
+    return np.array([[costs.get(candidate, np.inf) for candidate in per_reader] for per_reader in candidates])
 
 
 def _examples(measured: Measured, candidates: Sequence[_Candidate]) -> list[Example]:
@@ -116,9 +116,9 @@ def _examples(measured: Measured, candidates: Sequence[_Candidate]) -> list[Exam
 
     `encode` refuses data without a usable example, as the candidates of an untrained wire may be.
     """
-    own = measured.examples
-    found = [
-        dataclasses.replace(own[one.position], id=str(number), answers=(one.answer,))
-        for number, one in enumerate(candidates)
+    originals = measured.examples
+    examples = [
+        dataclasses.replace(originals[candidate.position], id=str(number), answers=(candidate.answer,))
+        for number, candidate in enumerate(candidates)
     ]
-    return [*found, dataclasses.replace(own[0], id=str(len(candidates)))]
+    return [*examples, dataclasses.replace(originals[0], id=str(len(candidates)))]

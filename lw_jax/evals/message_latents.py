@@ -41,16 +41,16 @@ def make(
         seed: of the random latents.
     """
     sources = {"own": encoded} | ({"other": encoded.shuffled()} if "other" in kinds else {})
-    ids = [one.source.ids[index] for one in sources.values() for index in indices]
-    latents, at = _encode_once(encode, encoded, ids, batch=batch)
-    rows = dict(zip(sources, np.split(at, len(sources)), strict=True))
-    found = {kind: Sent(latents[rows[kind]], one.count_slots(indices)) for kind, one in sources.items()}
-    values, slots = found["own"]
+    ids = [data_set.source.ids[index] for data_set in sources.values() for index in indices]
+    latents, positions = _encode_once(encode, encoded, ids, batch=batch)
+    rows = dict(zip(sources, np.split(positions, len(sources)), strict=True))
+    messages = {kind: Sent(latents[rows[kind]], data_set.count_slots(indices)) for kind, data_set in sources.items()}
+    values, slots = messages["own"]
     if "zero" in kinds:
-        found["zero"] = Sent(np.zeros_like(values), slots)
+        messages["zero"] = Sent(np.zeros_like(values), slots)
     if "random" in kinds:
-        found["random"] = Sent(draw(values, slots, seed=seed), slots)
-    return found
+        messages["random"] = Sent(draw(values, slots, seed=seed), slots)
+    return messages
 
 
 def draw(latents: np.ndarray, slots: np.ndarray, *, seed: int) -> np.ndarray:
@@ -59,12 +59,12 @@ def draw(latents: np.ndarray, slots: np.ndarray, *, seed: int) -> np.ndarray:
     Only messages that have the slot count. Each random latent is then scaled to the size (RMS) of the real one in its
     place, so that it is zero beyond a message's `slots` i32[n].
     """
-    own = (np.arange(latents.shape[1]) < slots[:, None])[:, :, None]
-    count = np.maximum(own.sum(axis=0), 1)
-    mean = latents.sum(axis=0, where=own) / count
-    deviation = np.sqrt(np.sum((latents - mean) ** 2, axis=0, where=own) / count)
+    used = (np.arange(latents.shape[1]) < slots[:, None])[:, :, None]
+    count = np.maximum(used.sum(axis=0), 1)
+    mean = latents.sum(axis=0, where=used) / count
+    deviation = np.sqrt(np.sum((latents - mean) ** 2, axis=0, where=used) / count)
     drawn = np.random.default_rng(seed).standard_normal(latents.shape, np.float32) * deviation + mean
-    sizes = [np.sqrt(np.mean(one.astype(np.float64) ** 2, axis=2, keepdims=True)) for one in (latents, drawn)]
+    sizes = [np.sqrt(np.mean(values.astype(np.float64) ** 2, axis=2, keepdims=True)) for values in (latents, drawn)]
     return (drawn * (sizes[0] / np.maximum(sizes[1], np.finfo(np.float32).tiny))).astype(np.float32)
 
 
@@ -73,10 +73,10 @@ def _encode_once(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the latents of the different ones of these sources, and each source's position among them, i32[n]."""
     chosen: dict[bytes, np.ndarray] = {}
-    for one in ids:
-        chosen.setdefault(one.tobytes(), one)
+    for tokens in ids:
+        chosen.setdefault(tokens.tobytes(), tokens)
     position = {key: number for number, key in enumerate(chosen)}
-    at = np.array([position[one.tobytes()] for one in ids], np.int32)
+    positions = np.array([position[tokens.tobytes()] for tokens in ids], np.int32)
     sources = dataclasses.replace(
         encoded, source=dataclasses.replace(encoded.source, ids=[*chosen.values()]), readers={}
     )
@@ -86,4 +86,4 @@ def _encode_once(
     gathered = np.stack(processes.gather_rows(np.concatenate(parts)))  # [processes, batches x rows, m, z]
     shape = gathered.shape[2:]
     by_batch = gathered.reshape(len(gathered), len(parts), -1, *shape).swapaxes(0, 1)
-    return by_batch.reshape(-1, *shape)[: len(chosen)], at
+    return by_batch.reshape(-1, *shape)[: len(chosen)], positions

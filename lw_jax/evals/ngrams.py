@@ -64,8 +64,8 @@ def fit(ids: np.ndarray, vocab: int, *, tune: np.ndarray) -> NGrams:
 def _parts(model: NGrams, histories: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns f64 `counted` and `discounted`: the probability is the first plus the discount times the second."""
     codes = histories.astype(np.int64) * len(model.follows) + tokens
-    at = np.minimum(np.searchsorted(model.pairs, codes), len(model.pairs) - 1)
-    seen = np.where(model.pairs[at] == codes, model.counts[at], 0)
+    indices = np.minimum(np.searchsorted(model.pairs, codes), len(model.pairs) - 1)
+    seen = np.where(model.pairs[indices] == codes, model.counts[indices], 0)
     total, back = model.totals[histories], model.follows[tokens]
     counted = np.where(total > 0, seen / np.maximum(total, 1), back)
     return counted, (model.kinds[histories] * back - (seen > 0)) / np.maximum(total, 1)

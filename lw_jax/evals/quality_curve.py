@@ -48,14 +48,14 @@ def sweep(
     points, sizes = [], _sizes(measured, sent)
     total = -(-len(indices) // options.batch) * len(BITS) * len(measured.encoded.readers)
     for number, size in enumerate(sizes, 1):
-        found: dict[int, list[Record]] = {}
+        by_bits: dict[int, list[Record]] = {}
         sending = _send(bench, size, indices, options=options, encoder=encoder)
         what = "measuring quality by message size" + (f", {number} of {len(sizes)} sizes" if len(sizes) > 1 else "")
         with phase(what, total, "batches") as done:
             groups = list(done.track(sending))
         for bits, record in control_rows.merge(groups):
-            found.setdefault(bits, []).append(record)
-        for bits, records in found.items():
+            by_bits.setdefault(bits, []).append(record)
+        for bits, records in by_bits.items():
             points += _points(size, bits, records, bootstrap)
     chosen = set(indices)
     reference = [r for r in measured.records if r["row"] in REFERENCE_ROWS and r["index"] in chosen]
@@ -70,7 +70,7 @@ def sweep(
 
 def _sizes(measured: Measured, sent: config.AnswerStage) -> list[Encoded]:
     """Returns the data set for each size of messages: their slots, or at a ratio as many as their texts need."""
-    kept = {
+    readers = {
         name: {key: field for key, field in fields.items() if key not in PROMPT_FIELDS}
         for name, fields in measured.encoded.readers.items()
     }
@@ -78,7 +78,7 @@ def _sizes(measured: Measured, sent: config.AnswerStage) -> list[Encoded]:
     ratios = sent.ratios or (() if sent.slots else (measured.encoded.ratio,))
     slots = [(count, 0) for count in sent.slots] + [(most, ratio) for ratio in ratios]
     return [
-        dataclasses.replace(measured.encoded, readers=kept, slots=count, width=width, ratio=ratio)
+        dataclasses.replace(measured.encoded, readers=readers, slots=count, width=width, ratio=ratio)
         for (count, ratio), width in itertools.product(slots, sent.widths or (whole,))
     ]
 
@@ -97,9 +97,9 @@ def model_bytes(texts: Sequence[str], scored: Sequence[Scored]) -> float | None:
     That is NLL / ln 2 / 8, without the text's length, which the other codings hold too. None where a text was scored
     in part only.
     """
-    if not all(len(one.spans) and one.spans[-1, 1] >= len(text) for text, one in zip(texts, scored, strict=True)):
+    if not all(len(score.spans) and score.spans[-1, 1] >= len(text) for text, score in zip(texts, scored, strict=True)):
         return None
-    return float(np.mean([one.values.sum(dtype=np.float64) / math.log(2) / 8 for one in scored]))
+    return float(np.mean([score.values.sum(dtype=np.float64) / math.log(2) / 8 for score in scored]))
 
 
 def measure_texts(texts: Iterable[str]) -> dict[str, float]:
@@ -109,7 +109,7 @@ def measure_texts(texts: Iterable[str]) -> dict[str, float]:
     for text in texts:
         raw = text.encode()
         coded = (raw, gzip.compress(raw, 9, mtime=0), zstd.compress(raw), brotli.compress(raw, quality=11))
-        sizes.append([len(one) for one in coded])
+        sizes.append([len(data) for data in coded])
     return dict(zip(("UTF-8", "gzip", "zstd", "brotli"), np.mean(sizes, axis=0).tolist(), strict=True))
 
 
@@ -173,9 +173,9 @@ def _send(
 def _round_trip(latents: np.ndarray, channel: np.ndarray, *, bits: int, encoder: str) -> tuple[np.ndarray, list[int]]:
     """Returns the received latents [b m z], zeros beyond each one's `channel` i32[b 3], and each message's bytes."""
     received, sizes = np.zeros_like(latents), []
-    for one, sent, (slots, width, _) in zip(received, latents, channel, strict=True):
+    for out, sent, (slots, width, _) in zip(received, latents, channel, strict=True):
         message = codec.pack(sent[:slots, :width], bits=bits, encoder=encoder)
-        one[:slots, :width] = codec.unpack(message, encoder=encoder)
+        out[:slots, :width] = codec.unpack(message, encoder=encoder)
         sizes.append(len(message))
     return received, sizes
 
@@ -184,15 +184,15 @@ def _points(size: Encoded, bits: int, records: Sequence[Record], bootstrap: Boot
     """Returns each reader's figures at one message size; by `ratio` its slots and bytes are means."""
     points = []
     for reader in dict.fromkeys(record["reader"] for record in records):
-        own = [record for record in records if record["reader"] == reader]
-        estimates = comparison.estimate(own, bootstrap)
-        slots = [record["slots"] for record in own]
-        payload = [-(-one * size.width * bits // 8) for one in slots]  # the values alone
+        group = [record for record in records if record["reader"] == reader]
+        estimates = comparison.estimate(group, bootstrap)
+        slots = [record["slots"] for record in group]
+        payload = [-(-count * size.width * bits // 8) for count in slots]  # the values alone
         point: dict[str, Any] = {"slots": size.slots, "width": size.width, "bits": bits, "reader": reader}
-        point |= {"examples": len(own), "payload_bytes": round(float(np.mean(payload)))}
+        point |= {"examples": len(group), "payload_bytes": round(float(np.mean(payload)))}
         if size.ratio:
             point |= {"slots": round(float(np.mean(slots)), 2), "ratio": size.ratio}
-        point |= {key: float(np.mean([record[key] for record in own])) for key in ("framed_bytes", "positions")}
+        point |= {key: float(np.mean([record[key] for record in group])) for key in ("framed_bytes", "positions")}
         point |= {key: estimates[key].value for key in ("nll", "accuracy", "em", "f1") if key in estimates}
         for key in ("nll", "f1"):
             if key in estimates:

@@ -25,10 +25,10 @@ class RecordLog:
         # What stands behind the last line's end was being written when the process was killed.
         lines = path.read_text("utf-8").rpartition("\n")[0].splitlines() if path.exists() else []
         head = json.dumps({"key": key})
-        kept = lines[1:] if lines[:1] == [head] else []
-        self.dropped = max(0, len(lines) - 1 - len(kept))
-        self._keep([json.loads(line) for line in kept])
-        write_whole(path, "".join(f"{line}\n" for line in (head, *kept)))
+        resumed = lines[1:] if lines[:1] == [head] else []
+        self.dropped = max(0, len(lines) - 1 - len(resumed))
+        self._keep([json.loads(line) for line in resumed])
+        write_whole(path, "".join(f"{line}\n" for line in (head, *resumed)))
 
     def __len__(self) -> int:
         return len(self._records)

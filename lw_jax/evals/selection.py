@@ -60,10 +60,10 @@ def attach(
     for name, fields in encoded.readers.items():
         tokenizer = layout.readers[name].tokenizer
         ids, chosen_tokens = [np.zeros(0, np.int32)] * len(encoded), [0] * len(encoded)
-        for index, slots, one in zip(indices, encoded.count_slots(indices), scored, strict=True):
+        for index, slots, tokens in zip(indices, encoded.count_slots(indices), scored, strict=True):
             room = positions(encoded, name, "latents", index, slots=int(slots))
             text = encoded.examples[index].context
-            chosen = prompt_tokens.tokenize(tokenizer, [choose(text, one, tokenizer, room=room)])[0][:room]
+            chosen = prompt_tokens.tokenize(tokenizer, [choose(text, tokens, tokenizer, room=room)])[0][:room]
             ids[index] = np.concatenate([fields["before"].ids[index], chosen])
             chosen_tokens[index] = len(chosen)
         readers[name] = fields | {CONTEXT: batches.field(ids, tokenizer.pad, left=True)}
@@ -73,23 +73,23 @@ def attach(
 
 def choose(text: str, scored: Scored, tokenizer: Tokenizer, *, room: int) -> str:
     """Returns the words with the most nats for each of the reader's tokens, as many as fit, in the text's order."""
-    found = words(text, scored.spans)
-    spoken = [text[slice(*word)] for word in found]
-    scores = score(found, scored)
+    candidates = words(text, scored.spans)
+    spoken = [text[slice(*word)] for word in candidates]
+    scores = score(candidates, scored)
     sizes = np.array([len(ids) for ids in tokenizer.encode_batch([f" {word}" for word in spoken])], int)
-    kept: list[int] = []
+    chosen: list[int] = []
     for number in np.argsort(-scores / np.maximum(sizes, 1), kind="stable"):
         if scores[number] == -np.inf:
             break
         if sizes[number] <= room:
             room -= int(sizes[number])
-            kept.append(int(number))
-    return join(text, [found[number] for number in sorted(kept)])
+            chosen.append(int(number))
+    return join(text, [candidates[number] for number in sorted(chosen)])
 
 
 def words(text: str, spans: np.ndarray) -> list[Word]:
     """Returns a text's words in their order; `spans` i32[n 2] of its tokens part scripts without blanks."""
-    found = []
+    word_spans = []
     borders = _borders(text, spans)
     for match in _WORD.finditer(text):
         within = borders[bisect.bisect_right(borders, match.start()) : bisect.bisect_left(borders, match.end())]
@@ -99,16 +99,16 @@ def words(text: str, spans: np.ndarray) -> list[Word]:
             while start < end and _is_mark(text[end - 1]):
                 end -= 1
             if start < end:
-                found.append(Word(start, end))
-    return found
+                word_spans.append(Word(start, end))
+    return word_spans
 
 
 def _borders(text: str, spans: np.ndarray) -> list[int]:
     """Returns the places beside a character of a script without blanks where no token goes on."""
     starts, ends = spans.T if len(spans) else np.zeros((2, 0), np.int32)
     reached = np.maximum.accumulate(ends)  # the bytes of one character may be several tokens
-    found = {*starts[1:][starts[1:] >= reached[:-1]].tolist(), *reached[-1:].tolist()}
-    beside = (place for place in found if _UNSPACED.search(text, max(place - 1, 0), place + 1))
+    borders = {*starts[1:][starts[1:] >= reached[:-1]].tolist(), *reached[-1:].tolist()}
+    beside = (place for place in borders if _UNSPACED.search(text, max(place - 1, 0), place + 1))
     return sorted(place for place in beside if not unicodedata.category(text[place : place + 1] or " ").startswith("M"))
 
 
@@ -129,12 +129,12 @@ def score(found: list[Word], scored: Scored) -> np.ndarray:
 
 def join(text: str, chosen: Iterable[Word]) -> str:
     """Returns words with one blank between those that neither follow each other nor stand a blank apart in the text."""
-    found, last = "", None  # the text so far, and its last word
+    joined, last = "", None  # the text so far, and its last word
     for word in chosen:
         between = "" if last is None else text[last.end : word.start]
-        found += (between if between in ("", " ") else " ") + text[slice(*word)]
+        joined += (between if between in ("", " ") else " ") + text[slice(*word)]
         last = word
-    return found
+    return joined
 
 
 def _is_mark(character: str) -> bool:

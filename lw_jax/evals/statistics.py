@@ -46,11 +46,11 @@ class Bootstrap:
     def __init__(self, texts: Sequence[Hashable], *, seed: int, resamples: int = RESAMPLES):
         """Draws the resamples; `texts` names each example's text."""
         number = {text: position for position, text in enumerate(dict.fromkeys(texts))}
-        own = [number[text] for text in texts] if len(number) > 1 else list(range(len(texts)))
-        drawn = max(own) + 1
+        groups = [number[text] for text in texts] if len(number) > 1 else list(range(len(texts)))
+        drawn = max(groups) + 1
         # How often each resample drew each text: drawing n indices with replacement is this multinomial.
         counts = np.random.default_rng(seed).multinomial(drawn, np.full(drawn, 1 / drawn), size=resamples)
-        self.counts = counts[:, own].astype(np.float64)  # [resamples, examples]
+        self.counts = counts[:, groups].astype(np.float64)  # [resamples, examples]
 
     def mean(self, values: np.ndarray) -> Estimate:
         """Returns the mean of one value per example [n]."""

@@ -31,13 +31,13 @@ def swap(example: Example, others: Sequence[Example]) -> Example | None:
     if not normalise(old) or not pattern.search(example.context):
         return None
     known = {normalise(answer) for answer in example.answers}
-    found = [other.answers[0] for other in others if normalise(other.answers[0]) not in known]
-    found = [new for new in found if normalise(new) and not contains(example.context, new)]
+    candidates = [other.answers[0] for other in others if normalise(other.answers[0]) not in known]
+    candidates = [new for new in candidates if normalise(new) and not contains(example.context, new)]
     # An answer that holds the old one would not show which of the two the reader means.
-    found = [new for new in found if not any(contains(new, one) for one in example.answers)]
-    if not found:
+    candidates = [new for new in candidates if not any(contains(new, answer) for answer in example.answers)]
+    if not candidates:
         return None
-    new = min(found, key=lambda new: (_kind(new) != _kind(old), abs(len(new.split()) - len(old.split()))))
+    new = min(candidates, key=lambda new: (_kind(new) != _kind(old), abs(len(new.split()) - len(old.split()))))
     return dataclasses.replace(example, context=pattern.sub(lambda _: new, example.context), answers=(new,))
 
 
@@ -53,19 +53,19 @@ def make(
     Each takes its answer from the next of `indices`, cyclically. Static widths are at least those of `encoded`, so
     that most compiled programs serve both.
     """
-    own = [encoded.examples[index] for index in indices]
+    examples = [encoded.examples[index] for index in indices]
     changed: list[Example] = []
-    for position, example in enumerate(own):
-        new = swap(example, own[position + 1 :] + own[:position])
+    for position, example in enumerate(examples):
+        new = swap(example, examples[position + 1 :] + examples[:position])
         if new is not None:
             changed.append(dataclasses.replace(new, id=str(position)))
     # `encode` refuses data without a usable example, so an unchanged one follows, which is not measured.
-    changed.append(dataclasses.replace(own[0], id=str(len(own))))
+    changed.append(dataclasses.replace(examples[0], id=str(len(examples))))
     data = layout.data if layout.data.overlong == "cut" else dataclasses.replace(layout.data, overlong="drop")
-    found = _widen(batches.encode(changed, layout=dataclasses.replace(layout, data=data), rows=fields), encoded)
-    kept = [int(example.id) for example in found.examples]
-    kept = kept[:-1] if kept[-1] == len(own) else kept
-    return Swaps(found, [indices[position] for position in kept], [own[position].answers[0] for position in kept])
+    swapped = _widen(batches.encode(changed, layout=dataclasses.replace(layout, data=data), rows=fields), encoded)
+    positions = [int(example.id) for example in swapped.examples]
+    positions = positions[:-1] if positions[-1] == len(examples) else positions
+    return Swaps(swapped, [indices[i] for i in positions], [examples[i].answers[0] for i in positions])
 
 
 def _kind(answer: str) -> str:

@@ -39,18 +39,18 @@ def sentence(reader: str, figures: Mapping[str, Any], rows: Mapping[str, Mapping
     key = judge(figures)
     f1 = {row: values["f1"] for row, values in rows.items() if "f1" in values}
     if has_few(figures):
-        said = f"no verdict: {figures.get('texts', 0)} texts are too few, at least {FEWEST} are needed"
+        text = f"no verdict: {figures.get('texts', 0)} texts are too few, at least {FEWEST} are needed"
     elif key == "collapsed":
         both = ""
         if {"latents", "shuffled"} <= f1.keys():
             both = f" (F1 {f1['latents']:.2f}, with another text's {f1['shuffled']:.2f})"
-        said = f"COLLAPSED: another text's latents may serve as well{both}: nothing shows that its own carry the text"
+        text = f"COLLAPSED: another text's latents may serve as well{both}: nothing shows that its own carry the text"
     elif key == "unknown":
         needed = "the rows text, latents, none and shuffled are needed"
-        said = f"no verdict: {figures.get('normalised_f1_reason') or needed}"
+        text = f"no verdict: {figures.get('normalised_f1_reason') or needed}"
     else:
-        said = f"{_describe_share(figures, rows)}; {_describe_control(figures, f1)}"
-    return f"{reader}: {said}"
+        text = f"{_describe_share(figures, rows)}; {_describe_control(figures, f1)}"
+    return f"{reader}: {text}"
 
 
 def _describe_share(figures: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:

@@ -73,8 +73,8 @@ class WireFunctions:
         prompt = wire_prompt(params, fields, self.wire.prefix(adapter, name, latents, "answer"))
         if opening is None or prompt.kv_prefix is None:
             return prompt.joined()
-        own = self._constrain(kv_prefix.prepend(opening, prompt.kv_prefix), name)
-        return dataclasses.replace(prompt, shared_prefix=None, kv_prefix=own)
+        prefix = self._constrain(kv_prefix.prepend(opening, prompt.kv_prefix), name)
+        return dataclasses.replace(prompt, shared_prefix=None, kv_prefix=prefix)
 
     def reuse_opening(
         self, params: Tree, before: Mapping, prompt: Prompt, name: str, *, columns: int, skipped: int
@@ -88,9 +88,9 @@ class WireFunctions:
 
     @jitted("name", "columns", "skipped")
     def _reuse_opening(self, opening: KVPrefix, prompt: Prompt, name: str, columns: int, skipped: int) -> Prompt:
-        own = KVPrefix(opening.k[:, :, :columns], opening.v[:, :, :columns], opening.mask[:, :columns])
-        own = self._constrain(kv_prefix.repeat(own, len(prompt.mask)), name)
-        return Prompt(prompt.embeddings[:, skipped:], prompt.mask[:, skipped:], kv_prefix=own)
+        prefix = KVPrefix(opening.k[:, :, :columns], opening.v[:, :, :columns], opening.mask[:, :columns])
+        prefix = self._constrain(kv_prefix.repeat(prefix, len(prompt.mask)), name)
+        return Prompt(prompt.embeddings[:, skipped:], prompt.mask[:, skipped:], kv_prefix=prefix)
 
     def _constrain(self, prefix: KVPrefix, name: str) -> KVPrefix:
         constrain = self.wire.readers[name].constrain
@@ -136,8 +136,8 @@ class WireFunctions:
         """Returns a reader's prompt of a reduced text, of the fields of `control_rows.attach_ceiling`."""
         reader, before = self.wire.readers[name], fields["before"]["mask"].sum(axis=1, keepdims=True)
         text = attention_matching.join(params, fields["context"], fields["probe"], before=before)
-        kept = attention_matching.compact(params, reader.config, text, fields["kept"]["mask"], mode=reader.mode)
-        return compacted_prompt(params, fields, self._constrain(kept, name), vectors)
+        compacted = attention_matching.compact(params, reader.config, text, fields["kept"]["mask"], mode=reader.mode)
+        return compacted_prompt(params, fields, self._constrain(compacted, name), vectors)
 
     @jitted("name")
     def score(self, params: Tree, prompt: Prompt, fields: Mapping, name: str) -> dict[str, jax.Array]:
@@ -176,9 +176,9 @@ class WireFunctions:
             ids.append(np.where(done, -1, token))
             if done.all():
                 break
-        found = np.stack(ids, axis=1).astype(np.int32)
-        missing = ((0, 0), (0, max_new_tokens - found.shape[1]))
-        return place.rows(np.pad(found, missing, constant_values=-1), self.mesh_of(name))
+        generated = np.stack(ids, axis=1).astype(np.int32)
+        missing = ((0, 0), (0, max_new_tokens - generated.shape[1]))
+        return place.rows(np.pad(generated, missing, constant_values=-1), self.mesh_of(name))
 
     @jitted("name", "max_new_tokens")
     def _generate(self, params: Tree, prompt: Prompt, name: str, max_new_tokens: int) -> jax.Array:
@@ -246,11 +246,11 @@ class WireFunctions:
         return _likeliest(logits), memory
 
 
-def _keep(kept: dict[str, tuple[Tree, _T]], name: str, layers: Tree, make: Callable[[], _T]) -> _T:
+def _keep(cache: dict[str, tuple[Tree, _T]], name: str, layers: Tree, make: Callable[[], _T]) -> _T:
     """Returns what was made of a reader's layers, made anew for other ones."""
-    if name not in kept or kept[name][0] is not layers:
-        kept[name] = layers, make()
-    return kept[name][1]
+    if name not in cache or cache[name][0] is not layers:
+        cache[name] = layers, make()
+    return cache[name][1]
 
 
 def _likeliest(logits: jax.Array) -> jax.Array:

@@ -82,8 +82,8 @@ class Answering:
         if not stream:
             pairs = pair(message, question)
             prompts = self._prompts(pairs, reader)
-            found = [text for prompt, count in prompts for text in self._answer(reader, prompt, count)]
-            return found[0] if isinstance(question, str) else found
+            texts = [text for prompt, count in prompts for text in self._answer(reader, prompt, count)]
+            return texts[0] if isinstance(question, str) else texts
         if not isinstance(question, str):
             raise UserError(f"read: stream=True with {len(question)} questions: an answer is streamed alone; ask one")
         return self._stream(reader, next(self._prompts(pair(message, question), reader))[0])
@@ -112,15 +112,15 @@ class Answering:
 
     def _kv_prompts(self, prompts: Iterable[tuple[wire.Prompt, int]], reader: str) -> list[KVPrompt]:
         """Returns the real rows of prompts whose keys and values every head has whole, without padding."""
-        found = []
+        kv_prompts = []
         for prompt, count in prompts:
             cache = self.functions.open_cache(self.frozen[reader], prompt, reader)
             both, valid = np.stack([to_host(cache.k), to_host(cache.v)], axis=1), np.asarray(cache.valid)
             x, mask = to_host(prompt.embeddings), np.asarray(prompt.mask)
             for row in range(count):
-                own = both[:, :, row, valid[row]].swapaxes(2, 3)[:, :, None]
-                found.append(KVPrompt(np.ascontiguousarray(own), x[row, mask[row]]))
-        return found
+                keys_values = both[:, :, row, valid[row]].swapaxes(2, 3)[:, :, None]
+                kv_prompts.append(KVPrompt(np.ascontiguousarray(keys_values), x[row, mask[row]]))
+        return kv_prompts
 
     def _check_reader(self, reader: str) -> None:
         known = self.recipe.wire.readers
@@ -134,7 +134,7 @@ class Answering:
 
     def _check_positions(self, reader: str, prompt: wire.Prompt) -> None:
         """Counts real positions: padding takes none."""
-        masks = [one.mask for one in (prompt.shared_prefix, prompt.kv_prefix, prompt) if one is not None]
+        masks = [part.mask for part in (prompt.shared_prefix, prompt.kv_prefix, prompt) if part is not None]
         packed = 0 if prompt.packed is None else prompt.packed.length[:, 0]
         longest = int(jnp.max(sum(jnp.sum(mask, axis=1) for mask in masks) + packed))
         new = self.recipe.cfg.eval.max_new_tokens
@@ -156,24 +156,24 @@ class Answering:
         self._check_positions(reader, prompt)
         params, tokenizer = self.frozen[reader], self.recipe.tokenizers[reader]
         most, stops = self.recipe.cfg.eval.max_new_tokens, self.recipe.wire.readers[reader].stops
-        tokens, said = [], ""
+        tokens, streamed = [], ""
         for token in self.functions.tokens(params, prompt, reader, most):
-            one = int(token[0])
-            if one in stops:
+            token_id = int(token[0])
+            if token_id in stops:
                 break
-            tokens.append(one)
+            tokens.append(token_id)
             text = tokenizer.decode(tokens)
             line = answers.first_line(text)
             if "\n" in text.strip():
                 break
             # A piece of a character may wait for its other bytes.
-            piece = line.rstrip("\ufffd")[len(said) :]
+            piece = line.rstrip("\ufffd")[len(streamed) :]
             if piece:
                 yield piece
-                said += piece
-        rest = answers.first_line(tokenizer.decode(tokens))[len(said) :]
-        if rest:
-            yield rest
+                streamed += piece
+        tail = answers.first_line(tokenizer.decode(tokens))[len(streamed) :]
+        if tail:
+            yield tail
 
 
 def pair(message: bytes | Several, question: str | Questions) -> list[tuple[bytes, str]]:

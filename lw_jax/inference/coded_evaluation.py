@@ -54,10 +54,10 @@ def measure(
 
     records = run(encoded, indices, [row for row in rows if not ROWS[row].swapped])
     if changed := [row for row in rows if ROWS[row].swapped]:
-        found = swaps.make(encoded, indices, layout=recipe.layout, fields=cache_rows.FIELDS)
-        say(f"{', '.join(changed)}: {len(found.origins)} of {len(indices)} texts have an answer that can be replaced")
-        own = cache_rows.attach(found.encoded, recipe.layout)
-        records += follow(run(own, range(len(found.origins)), changed), found, encoded)
+        swapped = swaps.make(encoded, indices, layout=recipe.layout, fields=cache_rows.FIELDS)
+        say(f"{', '.join(changed)}: {len(swapped.origins)} of {len(indices)} texts have an answer that can be replaced")
+        attached = cache_rows.attach(swapped.encoded, recipe.layout)
+        records += follow(run(attached, range(len(swapped.origins)), changed), swapped, encoded)
     return Measured(encoded, indices, np.zeros((len(indices), 0, 0), np.float32), records)
 
 
@@ -104,5 +104,5 @@ def _rows(named: tuple[str, ...], *, several: bool, say: Callable[[str], None]) 
 
 def bytes_a_token(records: list[Record], name: str) -> float | None:
     """Returns the bytes of a reader's messages by the tokens of their texts; None where none was measured."""
-    own = [one for one in records if one["reader"] == name and "bytes" in one]
-    return sum(one["bytes"] for one in own) / sum(one["text_tokens"] for one in own) if own else None
+    sized = [record for record in records if record["reader"] == name and "bytes" in record]
+    return sum(record["bytes"] for record in sized) / sum(record["text_tokens"] for record in sized) if sized else None

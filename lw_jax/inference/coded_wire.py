@@ -48,9 +48,9 @@ class CodedWire(Answering):
 
     def at(self, ratio: int | None) -> "CodedWire":
         """Returns this wire reading messages at one of the ratios that they were written for; None: their least."""
-        found = copy.copy(self)
-        found.ratio = None if ratio is None else check_ratio(ratio)
-        return found
+        clone = copy.copy(self)
+        clone.ratio = None if ratio is None else check_ratio(ratio)
+        return clone
 
     def write(self, text: str, *, ratio: int | Sequence[int] | None = None, readers: tuple[str, ...] = ()) -> bytes:
         """Returns the framed message of a text with a section for each reader, or for those that are named.
@@ -59,7 +59,7 @@ class CodedWire(Answering):
         read; None: config.encoder.ratio.
         """
         chosen = self.recipe.cfg.encoder.ratio if ratio is None else ratio
-        ratios = sorted({check_ratio(one) for one in ([chosen] if isinstance(chosen, int) else chosen)})
+        ratios = sorted({check_ratio(value) for value in ([chosen] if isinstance(chosen, int) else chosen)})
         if not ratios:
             raise UserError("ratio=(): name one ratio or more")
         if not text.strip():
@@ -87,8 +87,8 @@ class CodedWire(Answering):
         )
         columns = {"own": place.round_up(length, COLUMNS)}
         fields = {
-            key: batches.Field([own], columns.get(key, len(own)), reader.tokenizer.pad, left=False).collate([0])
-            for key, own in ids.items()
+            key: batches.Field([tokens], columns.get(key, len(tokens)), reader.tokenizer.pad, left=False).collate([0])
+            for key, tokens in ids.items()
         }
         placed, code = self._put(fields, mesh), self.codes[name]
         sizes = cache_functions.sizes_if_fitted(code, columns["own"], ratios[0])
@@ -101,15 +101,15 @@ class CodedWire(Answering):
 
     def describe(self, message: bytes) -> str:
         """Returns the size of each reader's part of a message, in tokens of the text, positions and bytes."""
-        sections, found = cache_codec.read_frame(message), []
+        sections, parts = cache_codec.read_frame(message), []
         for name, coding in self.codings.items():
             if coding.fingerprint in sections:
-                one = self.section(message, name)
-                tokens, size = len(one.numbers), len(sections[coding.fingerprint])
-                places = range(len(one.ratios))
-                kept = " or ".join(f"{(one.levels > place).mean(axis=(0, 2)).sum():.1f}" for place in places)
-                found.append(f"{name}: {tokens} tokens in {kept} positions, {size / tokens:.1f} bytes a token")
-        return "; ".join(found)
+                section = self.section(message, name)
+                tokens, size = len(section.numbers), len(sections[coding.fingerprint])
+                places = range(len(section.ratios))
+                positions = " or ".join(f"{(section.levels > place).mean(axis=(0, 2)).sum():.1f}" for place in places)
+                parts.append(f"{name}: {tokens} tokens in {positions} positions, {size / tokens:.1f} bytes a token")
+        return "; ".join(parts)
 
     def section(self, message: bytes, reader: str) -> Section:
         """Returns a reader's part of a message. Raises UserError for one that it has no part in, or of another code."""
@@ -126,8 +126,8 @@ class CodedWire(Answering):
         Shapes: `KVPrompt`; the keys are turned at their positions, as transformers stores them. Several questions (as
         in `read`): a list. Raises UserError for a message of fewer positions: there each head has tokens of its own.
         """
-        found = self._kv_prompts(self._prompts(pair(message, question), reader, whole=True), reader)
-        return found[0] if isinstance(question, str) else found
+        prompts = self._kv_prompts(self._prompts(pair(message, question), reader, whole=True), reader)
+        return prompts[0] if isinstance(question, str) else prompts
 
     def _prompts(
         self, pairs: list[tuple[bytes, str]], reader: str, *, whole: bool = False
@@ -141,7 +141,7 @@ class CodedWire(Answering):
                 "have the same in all heads; write the text with ratio=1"
             )
         for part, rows in self._parts(pairs):
-            sections, questions = [opened[message] for message, _ in part], [one for _, one in part]
+            sections, questions = [opened[message] for message, _ in part], [question for _, question in part]
             yield self.prompt(sections, questions, reader, rows, whole=whole), len(part)
 
     def _ratio_of(self, section: Section) -> int:
@@ -157,15 +157,15 @@ class CodedWire(Answering):
 
         Its memory is that of the keys that are kept, where the reader can have them apart; `whole`: that of all keys.
         """
-        asked = [Example(question, "?", question, ()) for question in questions]
-        batch = batches.encode_prompts(asked, layout=self.recipe.layout)
+        examples = [Example(question, "?", question, ()) for question in questions]
+        batch = batches.encode_prompts(examples, layout=self.recipe.layout)
         fields = self._put(batch["readers"][reader], self.functions.mesh_of(reader), rows)
         columns = place.round_up(max(len(section.numbers) for section in sections), COLUMNS)
         code, params = self.codes[reader], self.frozen[reader]
         width = self.trainable["codes"][reader]["variance"].shape[0]
         ratios = [self._ratio_of(section) for section in sections]
-        found = [cache_message.of_section(one, width, columns, own) for one, own in zip(sections, ratios, strict=True)]
-        sent, mask = _stack(found, len(fields["after"]["mask"]))
+        messages = [cache_message.of_section(part, width, columns, r) for part, r in zip(sections, ratios, strict=True)]
+        sent, mask = _stack(messages, len(fields["after"]["mask"]))
         if whole or not self.functions.packs(reader):
             return self.functions.prompt_from_cache(params, code, fields, sent, mask, reader)
         sizes = cache_functions.sizes_of(code, columns, min(ratios))
@@ -179,10 +179,10 @@ def check_ratio(ratio: int, *, name: str = "ratio") -> int:
     return ratio
 
 
-def _stack(found: list[tuple[Sent, np.ndarray]], rows: int) -> tuple[Sent, np.ndarray]:
+def _stack(messages: list[tuple[Sent, np.ndarray]], rows: int) -> tuple[Sent, np.ndarray]:
     """Returns messages of one row each as one of so many rows, the last one repeated."""
-    found = found + found[-1:] * (rows - len(found))
-    sent, masks = zip(*found, strict=True)
-    numbers, step = (np.concatenate([getattr(one, key) for one in sent]) for key in ("numbers", "step"))
-    kept, bias = (np.concatenate([getattr(one, key) for one in sent], axis=1) for key in ("kept", "bias"))
+    messages = messages + messages[-1:] * (rows - len(messages))
+    sent, masks = zip(*messages, strict=True)
+    numbers, step = (np.concatenate([getattr(message, key) for message in sent]) for key in ("numbers", "step"))
+    kept, bias = (np.concatenate([getattr(message, key) for message in sent], axis=1) for key in ("kept", "bias"))
     return Sent(numbers, kept, bias, step), np.concatenate(masks)

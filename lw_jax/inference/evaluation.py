@@ -87,8 +87,8 @@ def _evaluate_latents(wire: TrainedWire) -> Evaluation:
     if jax.process_count() == 1:
         with phase("timing the first token of an answer"):
             times = first_token.measure(bench, measured, rows=cfg.eval.rows, copies=wire.recipe.placement.data)
-        for name, found in times.items():
-            _add_times(found, summary[name], readers[name])
+        for name, reader_times in times.items():
+            _add_times(reader_times, summary[name], readers[name])
     return Evaluation(
         measured=measured,
         summary=summary,
@@ -113,9 +113,9 @@ def _evaluate_coded(wire: CodedWire, folder: Path | None) -> Evaluation:
     )
     summary = comparison.summarise(measured.records, seed=cfg.seed)
     readers = comparison.compare(measured.records, seed=cfg.seed)
-    for name, found in readers.items():
+    for name, figures in readers.items():
         if (size := coded_evaluation.bytes_a_token(measured.records, name)) is not None:
-            found["bytes_a_token"] = size
+            figures["bytes_a_token"] = size
     for name in readers:
         times, others = coded_evaluation.measure_times(wire, measured, name)
         _add_times(times, summary[name], readers[name])
@@ -184,8 +184,8 @@ def _check_positions(recipe: LatentWire, encoded: Encoded, options: Eval) -> Non
     for name, reader in recipe.wire.readers.items():
         lengths = {key: max(map(len, field.ids), default=0) for key, field in encoded.readers[name].items()}
         message = sum(lengths.get(key, 0) for key in ("before", "after")) + recipe.cfg.encoder.slots + 1
-        asked = lengths.get("asked", 0)
-        text = max((lengths.get(key, 0) + asked * (key == "context") for key in fields), default=0)
+        question = lengths.get("asked", 0)
+        text = max((lengths.get(key, 0) + question * (key == "context") for key in fields), default=0)
         needed = max(message, text) + max(lengths["answer"] - 1, options.max_new_tokens)  # EOS is no input
         decoder.check_positions(
             reader.config,
@@ -202,9 +202,9 @@ def _make_swaps(recipe: LatentWire, encoded: Encoded) -> swaps.Swaps | None:
     if not rows:
         return None
     indices = spread(len(encoded), options.examples)
-    found = swaps.make(encoded, indices, layout=recipe.layout, fields=eval_rows.fields_of(rows))
-    _say(f"{', '.join(rows)}: {len(found.origins)} of {len(indices)} texts have an answer that can be replaced")
-    return found
+    swapped = swaps.make(encoded, indices, layout=recipe.layout, fields=eval_rows.fields_of(rows))
+    _say(f"{', '.join(rows)}: {len(swapped.origins)} of {len(indices)} texts have an answer that can be replaced")
+    return swapped
 
 
 def write(found: Evaluation, workdir: Path, *, step: int, data: str) -> list[Path]:
@@ -242,7 +242,7 @@ def describe(found: Evaluation) -> str:
         lines.append(geometry.format_figures(found.latents))
     if found.curve:
         lines += ["", quality_curve.table(found.curve)]
-    lines += ["", *(verdict.sentence(name, one, found.summary.get(name, {})) for name, one in found.readers.items())]
+    lines += ["", *(verdict.sentence(name, row, found.summary.get(name, {})) for name, row in found.readers.items())]
     return "\n".join(lines)
 
 
@@ -264,7 +264,7 @@ def _teach(wire: TrainedWire | CodedWire, batch: out_of_memory.HalvingBatch) -> 
     options = wire.recipe.cfg.eval
     if not any(eval_rows.ROWS[row].taught for row in options.rows):
         return {}
-    return _fitting(batch, options, lambda own: taught_text.teach(wire.recipe, wire.frozen, batch=own.batch, say=_say))
+    return _fitting(batch, options, lambda cfg: taught_text.teach(wire.recipe, wire.frozen, batch=cfg.batch, say=_say))
 
 
 def _batch(recipe: LatentWire) -> out_of_memory.HalvingBatch:
@@ -273,10 +273,10 @@ def _batch(recipe: LatentWire) -> out_of_memory.HalvingBatch:
     if jax.process_count() > 1 and limit:  # where memory runs out they cannot agree on another one
         generates = generation(StepSpec(cfg, recipe))
         assert generates is not None, "a wire does"
-        found = evaluation_memory.of(generates, limit)
-        size = processes.from_first(lambda: found.largest or multiple)
-        if size < found.batch:
-            _say(f"{found.description}; it is taken")
+        estimate = evaluation_memory.of(generates, limit)
+        size = processes.from_first(lambda: estimate.largest or multiple)
+        if size < estimate.batch:
+            _say(f"{estimate.description}; it is taken")
     return out_of_memory.HalvingBatch(size, multiple=multiple, say=_say)
 
 

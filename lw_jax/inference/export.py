@@ -57,8 +57,8 @@ def export(
         raise UserError(f"{next(iter(folders.values()))}: named by {flags}; name a folder for each")
     if cfg.recipe == "latentwire":
         assert card is not None
-        own: DType = "int8" if cfg.encoder.kind == "cache" else "bf16"
-        yield from _export_wire(cfg, workdir, folders["wire"], dtype=dtype or own, card=card)
+        default: DType = "int8" if cfg.encoder.kind == "cache" else "bf16"
+        yield from _export_wire(cfg, workdir, folders["wire"], dtype=dtype or default, card=card)
         return
     if cfg.recipe == "ttt":
         lm = language_model.load_trained(cfg, workdir)
@@ -80,7 +80,7 @@ def _check_target(flag: str, folder: Path, *, used: list[Path]) -> None:
     """Refuses a folder that the run needs, or that holds something else than an earlier export."""
     if not folder.is_dir():
         return
-    if any(one.exists() and one.samefile(folder) for one in used):
+    if any(path.exists() and path.samefile(folder) for path in used):
         raise UserError(f"{folder}: the run needs this folder and its files; name a new one for --{flag}")
     files = _MODELS.get(flag, ())
     earlier = all((folder / name).is_file() for name in files) if files else wire_folder.is_wire(folder)
@@ -100,9 +100,9 @@ def _export_wire(cfg: Config, workdir: Path, folder: Path, *, dtype: DType, card
     trainable, models = restored.state["trainable"], wire_models.describe(cfg)
     sizes = wire_tensors.part_bytes(trainable, dtype)
     folder.mkdir(parents=True, exist_ok=True)
-    told, described, tensors = (folder / name for name in (wire_folder.CONFIG, wire_folder.CARD, wire_folder.TENSORS))
+    meta, described, tensors = (folder / name for name in (wire_folder.CONFIG, wire_folder.CARD, wire_folder.TENSORS))
     # All three take their places at the end, config.json last: its hash refuses the arrays of another wire.
-    with whole(told) as new_told, whole(described) as new_described, whole(tensors) as new_tensors:
+    with whole(meta) as new_meta, whole(described) as new_described, whole(tensors) as new_tensors:
         wire = WireFolder(
             format=wire_folder.FORMAT,
             version=wire_folder.VERSION,
@@ -114,7 +114,7 @@ def _export_wire(cfg: Config, workdir: Path, folder: Path, *, dtype: DType, card
             configuration=config.to_dict(cfg),
         )
         new_described.write_text(card(wire, sizes), encoding="utf-8")
-        new_told.write_text(json.dumps(msgspec.to_builtins(wire), indent=2) + "\n", encoding="utf-8")
+        new_meta.write_text(json.dumps(msgspec.to_builtins(wire), indent=2) + "\n", encoding="utf-8")
     parts = ", ".join(f"{name} {size / 1e6:,.2f}" for name, size in sizes.items())
     yield f"step {wire.step}: wire of {wire.tensors.bytes / 1e6:,.2f} MB ({parts}), {dtype}, in {folder}"
     largest = next(iter(sizes))

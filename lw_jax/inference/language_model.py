@@ -52,14 +52,14 @@ def load_lm(
     return _load_decoder(location, precision.of(weights if weights in DTYPES else arithmetic, platform), weights, mesh)
 
 
-def _load_decoder(location: Path, own: Precision, packed: str, mesh: Mesh) -> "LM":
+def _load_decoder(location: Path, dtypes: Precision, packed: str, mesh: Mesh) -> "LM":
     config = files.describe(location)
-    shapes = quant.abstract(decoder.abstract(config, own.values, factors=own.factors), packed)
+    shapes = quant.abstract(decoder.abstract(config, dtypes.values, factors=dtypes.factors), packed)
     strategy = "tensor" if mesh.shape["model"] > 1 else "replicate"
     table = tables.reader_table(strategy, packed=packed in quant.PACKED)
     placed = rules.shardings(table, shapes, mesh, name=str(location))
-    params = files.load(location, dtype=own.values, factors=own.factors, shardings=placed, packed=packed)
-    return DecoderLM(location, config, params, mode=decoder.Mode(factors=own.factors))
+    params = files.load(location, dtype=dtypes.values, factors=dtypes.factors, shardings=placed, packed=packed)
+    return DecoderLM(location, config, params, mode=decoder.Mode(factors=dtypes.factors))
 
 
 def _load_ttt(location: Path, dtype: str, mesh: Mesh) -> "LM":
@@ -80,14 +80,14 @@ def load_trained(cfg: Config, workdir: Path, *, texts: int = 1) -> "TTTLM":
         raise UserError(f"{workdir}: a run of recipe {cfg.recipe!r} trains no language model")
     data = jax.device_count() if jax.process_count() > 1 else min(texts, jax.device_count())
     recipe = TTT(cfg, placement.place("replicate", recipes.reader_bytes(cfg), data=data))
-    found = recipes.read_best(recipe, cfg, workdir)
+    restored = recipes.read_best(recipe, cfg, workdir)
     return TTTLM(
         workdir,
         recipe.model,
-        found.state["trainable"],
+        restored.state["trainable"],
         mode=ttt.Mode(precision.of(cfg.compute.dtype, recipe.placement.platform)),
         tokenizer=recipe.reader_tokenizer(),
-        step=found.step,
+        step=restored.step,
     )
 
 
@@ -133,8 +133,8 @@ class LM:
         self._check_positions(width + max_new_tokens)
         ids = np.full((len(rows), width), self.tokenizer.pad, np.int32)
         mask = np.zeros(ids.shape, bool)
-        for row, (found, tokens) in enumerate(zip(ids, rows, strict=True)):
-            found[width - len(tokens) :] = tokens
+        for row, (padded, tokens) in enumerate(zip(ids, rows, strict=True)):
+            padded[width - len(tokens) :] = tokens
             mask[row, width - len(tokens) :] = True
         sampling = decode.Sampling(max_new_tokens, tuple(self.tokenizer.stops), temperature)
         with phase("generating, which first compiles"):
@@ -153,10 +153,10 @@ class LM:
             return np.asarray(self._continue(self.params, ids, mask, key, sampling))
         whole = place.round_up(count, mesh.shape["data"])
         number, several = processes.share()
-        own = np.arange(number * whole // several, (number + 1) * whole // several)
-        chosen = np.minimum(own, count - 1)
-        given = place.put_eval((ids[chosen], mask[chosen]), mesh)
-        out = place.local_rows(self._continue(self.params, *given, key, sampling), mesh)
+        local_rows = np.arange(number * whole // several, (number + 1) * whole // several)
+        chosen = np.minimum(local_rows, count - 1)
+        inputs = place.put_eval((ids[chosen], mask[chosen]), mesh)
+        out = place.local_rows(self._continue(self.params, *inputs, key, sampling), mesh)
         return np.concatenate(processes.gather_rows(out))[:count]
 
     def _check_positions(self, needed: int) -> None:

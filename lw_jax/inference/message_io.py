@@ -44,12 +44,12 @@ def _read_bytes(path: str, *, flag: str, what: str, limit: int) -> bytes:
     """Reads at most one byte above the limit, so that a device or an endless pipe ends too."""
     try:
         if path == "-":
-            found = sys.stdin.buffer.read(limit + 1)
+            data = sys.stdin.buffer.read(limit + 1)
         else:
             with Path(path).open("rb") as file:
-                found = file.read(limit + 1)
+                data = file.read(limit + 1)
     except OSError as error:
         raise UserError(f"--{flag} {path}: {error.strerror}; {what} is needed.") from error
-    if len(found) > limit:
+    if len(data) > limit:
         raise UserError(f"--{flag} {path}: more than {limit:,} bytes; {what} is needed.")
-    return found
+    return data

@@ -62,8 +62,8 @@ def teach(recipe: WireReaders, frozen: Tree, *, batch: int, say: Callable[[str],
         path = sources.cache_root() / "taught" / f"{_identify(recipe, training, name, identity[f'llms/{name}'])}.npy"
         # One process decides, so that all train or none does.
         width = recipe.wire.readers[name].config.width
-        kept: list | None = processes.from_first(lambda path=path, width=width: _read(path, width))
-        if kept is None:
+        cached: list | None = processes.from_first(lambda path=path, width=width: _read(path, width))
+        if cached is None:
             vector, losses = _train(recipe, frozen[name], training, name, batch=batch)
             say(
                 f"text_taught {name}: one vector taught the form of the answer in {len(losses)} steps of "
@@ -71,8 +71,8 @@ def teach(recipe: WireReaders, frozen: Tree, *, batch: int, say: Callable[[str],
             )
             if jax.process_index() == 0:
                 save_array(path, vector)
-            kept = vector.tolist()
-        vectors[name] = place.replicate(np.asarray(kept, np.float32), recipe.placement.readers[name].mesh)
+            cached = vector.tolist()
+        vectors[name] = place.replicate(np.asarray(cached, np.float32), recipe.placement.readers[name].mesh)
     return vectors
 
 
@@ -107,11 +107,11 @@ class _TrainingSet:
 def _encode(recipe: WireReaders) -> Encoded:
     """Returns texts, questions and answers of data.train, as many as the steps take; one beyond a limit is left out."""
     layout, steps = recipe.layout, recipe.cfg.eval.taught_steps
-    found = examples.load(recipe.cfg.data, "train", seed=recipe.cfg.seed)
+    questions = examples.load(recipe.cfg.data, "train", seed=recipe.cfg.seed)
     packed, groups = recipe.cfg.data.packed_tokens > 0, {}
-    for number, example in enumerate(found):
+    for number, example in enumerate(questions):
         groups.setdefault(example.context if packed else number, []).append(example)
-    count = steps * max(1, round(QUESTIONS * len(groups) / len(found)))
+    count = steps * max(1, round(QUESTIONS * len(groups) / len(questions)))
     lists: list[list[Example]] = list(groups.values())
     chosen = [example for number in examples.spread(len(lists), count) for example in lists[number]]
     data = layout.data if layout.data.overlong == "cut" else dataclasses.replace(layout.data, overlong="drop")
@@ -137,8 +137,8 @@ def _train(
             gradient: Any = None
             for host in batches_of(training.stream, order[step].tolist(), batch, share=processes.share()):
                 fields = batches.weigh({"readers": {name: host["readers"][name]}}, host["valid"])["readers"][name]
-                one = measure(params, trainable, scale, place.put_eval(fields, mesh))
-                gradient = one if gradient is None else jax.tree.map(jnp.add, gradient, one)
+                sums = measure(params, trainable, scale, place.put_eval(fields, mesh))
+                gradient = sums if gradient is None else jax.tree.map(jnp.add, gradient, sums)
             trainable, moments, loss = apply(trainable, moments, gradient)
             losses.append(float(loss))
     return np.asarray(jax.device_get(trainable["tasks"])) * size, losses
@@ -202,8 +202,8 @@ def _identify(recipe: WireReaders, training: _TrainingSet, name: str, fingerprin
 def _read(path: Path, width: int) -> list | None:
     """Returns a cached vector [1 d]; None where there is none or the file is damaged: it is trained anew."""
     try:
-        found = np.load(path)
+        vector = np.load(path)
     except (FileNotFoundError, ValueError, EOFError):
         return None
-    whole = found.shape == (1, width) and found.dtype == np.float32 and np.isfinite(found).all()
-    return found.tolist() if whole else None
+    whole = vector.shape == (1, width) and vector.dtype == np.float32 and np.isfinite(vector).all()
+    return vector.tolist() if whole else None

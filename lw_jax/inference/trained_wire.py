@@ -143,15 +143,15 @@ class TrainedWire(Answering):
         """
         self._check_kind("embeddings", "prefix")
         self._check_reader(reader)
-        found = []
-        for one in (bytes(message),) if isinstance(message, SINGLE) else message:
-            frame, latents = self._open(one)
+        prefixes = []
+        for framed in (bytes(message),) if isinstance(message, SINGLE) else message:
+            frame, latents = self._open(framed)
             placed = self._put(latents[None], self.functions.mesh_of(reader))
-            made = self.functions.prefix(self.trainable, placed, reader)
-            assert isinstance(made, jax.Array), "a wire of embeddings"
-            made = to_host(made)[0]
-            found.append(np.concatenate([made[: frame.slots], made[-1:]]))
-        return found[0] if isinstance(message, SINGLE) else found
+            prefix = self.functions.prefix(self.trainable, placed, reader)
+            assert isinstance(prefix, jax.Array), "a wire of embeddings"
+            prefix = to_host(prefix)[0]
+            prefixes.append(np.concatenate([prefix[: frame.slots], prefix[-1:]]))
+        return prefixes[0] if isinstance(message, SINGLE) else prefixes
 
     @overload
     def prompt_embeds(self, message: bytes, reader: str, question: str) -> np.ndarray: ...
@@ -168,11 +168,11 @@ class TrainedWire(Answering):
         encoder.
         """
         self._check_kind("embeddings", "prompt_embeds")
-        found = []
+        embeddings = []
         for prompt, count in self._prompts(pair(message, question), reader):
             x, mask = to_host(prompt.embeddings), np.asarray(prompt.mask)
-            found += [x[row, mask[row]] for row in range(count)]
-        return found[0] if isinstance(question, str) else found
+            embeddings += [x[row, mask[row]] for row in range(count)]
+        return embeddings[0] if isinstance(question, str) else embeddings
 
     @overload
     def prefix_kv(self, message: bytes, reader: str, question: str) -> KVPrompt: ...
@@ -185,13 +185,13 @@ class TrainedWire(Answering):
         adapter.kind="embeddings", an unknown reader and a message of another encoder.
         """
         self._check_kind("kv", "prefix_kv")
-        found = self._kv_prompts(self._prompts(pair(message, question), reader), reader)
-        return found[0] if isinstance(question, str) else found
+        prompts = self._kv_prompts(self._prompts(pair(message, question), reader), reader)
+        return prompts[0] if isinstance(question, str) else prompts
 
     def _check_kind(self, kind: str, name: str) -> None:
-        found, other = self.recipe.cfg.adapter.kind, {"kv": "prompt_embeds", "embeddings": "prefix_kv"}[kind]
-        if found != kind:
-            raise UserError(f"{name}: this wire has config.adapter.kind={found!r}, it needs {kind!r}; call `{other}`")
+        actual, other = self.recipe.cfg.adapter.kind, {"kv": "prompt_embeds", "embeddings": "prefix_kv"}[kind]
+        if actual != kind:
+            raise UserError(f"{name}: this wire has config.adapter.kind={actual!r}, it needs {kind!r}; call `{other}`")
 
     def _open(self, message: bytes) -> tuple[codec.Frame, np.ndarray]:
         encoder = self.recipe.cfg.encoder
@@ -207,8 +207,8 @@ class TrainedWire(Answering):
         opened = {message: self._open(message) for message in dict.fromkeys(message for message, _ in pairs)}
         mesh = self.functions.mesh_of(reader)
         for part, rows in self._parts(pairs):
-            asked = [Example(question, "?", question, ()) for _, question in part]
-            batch = batches.encode_prompts(asked, layout=self.recipe.layout)
+            examples = [Example(question, "?", question, ()) for _, question in part]
+            batch = batches.encode_prompts(examples, layout=self.recipe.layout)
             frames, latents = zip(*(opened[message] for message, _ in part), strict=True)
             channel = np.asarray([(frame.slots, frame.width, frame.bits) for frame in frames], np.int32)
             fields = self._put(batch["readers"][reader] | {"channel": channel}, mesh, rows)
