@@ -20,11 +20,11 @@ def make(*, data: int = -1, model: int = 1, devices: Sequence[Device] | None = N
     An explicit data x model below the number of devices takes the first ones. Raises PlacementError
     with the legal sizes for everything that does not fit.
     """
-    found = list(jax.devices() if devices is None else devices)
-    data, model = fill(data, model, len(found))
-    used = found[: data * model]
-    processes = len({device.process_index for device in found})
-    check_processes(len(found), used=len(used), model=model, processes=processes)
+    devices = list(jax.devices() if devices is None else devices)
+    data, model = fill(data, model, len(devices))
+    used = devices[: data * model]
+    processes = len({device.process_index for device in devices})
+    check_processes(len(devices), used=len(used), model=model, processes=processes)
     # In the order of processes, as the planner counts on. jax.make_mesh refuses GPUs of several nodes: XLA takes each
     # node for a slice.
     return Mesh(np.asarray(used).reshape(data, model), AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -34,15 +34,15 @@ def fill(data: int, model: int, count: int) -> tuple[int, int]:
     """Returns both axes with -1 filled in; raises PlacementError for sizes that `count` devices do not form."""
     divisors = [n for n in range(1, count + 1) if count % n == 0]
     legal = ", ".join(f"data={count // n} model={n}" for n in divisors)
-    asked = f"mesh data={data} model={model} on {count} devices"
+    request = f"mesh data={data} model={model} on {count} devices"
     if count == 0 or min(data, model) < -1 or 0 in (data, model) or data == model == -1:
-        raise PlacementError(f"{asked}: each axis is at least 1, and at most one is -1 (what remains); use {legal}")
+        raise PlacementError(f"{request}: each axis is at least 1, and at most one is -1 (what remains); use {legal}")
     known = model if data == -1 else data
     if -1 in (data, model) and count % known:
-        raise PlacementError(f"{asked}: {known} does not divide {count}; use {legal}, or name both axes for fewer")
+        raise PlacementError(f"{request}: {known} does not divide {count}; use {legal}, or name both axes for fewer")
     data, model = (count // known if size == -1 else size for size in (data, model))
     if data * model > count:
-        raise PlacementError(f"{asked}: it needs {data * model} devices; use {legal}")
+        raise PlacementError(f"{request}: it needs {data * model} devices; use {legal}")
     return data, model
 
 

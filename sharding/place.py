@@ -54,8 +54,8 @@ class Cut:
     @property
     def full_micro_batches(self) -> list[int]:
         """Returns the nearest micro-batches without filling for this global batch; none where a share is uneven."""
-        share, rest = divmod(self.global_batch, self.data_axis)
-        sizes = [] if rest else [size for size in range(1, share + 1) if share % size == 0]
+        share, remainder = divmod(self.global_batch, self.data_axis)
+        sizes = [] if remainder else [size for size in range(1, share + 1) if share % size == 0]
         below = [size for size in sizes if size < self.micro_batch]
         return below[-1:] + [size for size in sizes if size > self.micro_batch][:1]
 
@@ -95,14 +95,14 @@ def micro_batches(*, global_batch: int, data_axis: int) -> list[int]:
 
     Filling costs as much as examples do, and each micro-batch something of its own (`ROW_COST`).
     """
-    share, found, least = -(-global_batch // data_axis), [], None
+    share, sizes, least = -(-global_batch // data_axis), [], None
     for size in sorted({-(-share // count) for count in range(1, share + 1)}):
         count = -(-share // size)
         cost = count * (size * ROW_COST + 1)
         if least is None or cost < least:
-            found.append(size)
+            sizes.append(size)
             least = cost
-    return found
+    return sizes
 
 
 def spread(global_batch: int, count: int) -> int:
@@ -151,20 +151,20 @@ def rows(tree: Any, mesh: Mesh) -> Any:
 def local_rows(tree: Any, mesh: Mesh) -> Any:
     """Returns this process's rows of arrays [B ...] on the mesh, on the host: those that it gave `put_eval`."""
 
-    def own(leaf: jax.Array) -> np.ndarray:
+    def join_shards(leaf: jax.Array) -> np.ndarray:
         shards = {shard.index[0].start or 0: shard.data for shard in leaf.addressable_shards}
         return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
 
     if processes(mesh) == 1:
         return jax.device_get(tree)
-    return jax.tree.map(own, rows(tree, mesh))
+    return jax.tree.map(join_shards, rows(tree, mesh))
 
 
 def put_parts(batch: Any, placement: Placement, put: Callable[[Any, Mesh], Any]) -> Any:
     """Returns the batch on its meshes: each of batch["readers"] with its reader, the rest with the trainable tree."""
-    rest = put({key: value for key, value in batch.items() if key != "readers"}, placement.learner)
+    learner_batch = put({key: value for key, value in batch.items() if key != "readers"}, placement.learner)
     readers = {name: put(fields, placement.readers[name].mesh) for name, fields in batch["readers"].items()}
-    return {**rest, "readers": readers}
+    return {**learner_batch, "readers": readers}
 
 
 def place_shapes(shapes: Any, shardings: Any) -> Any:

@@ -70,20 +70,22 @@ class Placement:
     def on_one_device(self) -> "Placement":
         """Returns what one device computes: all components on one, of a model over the model axis its part."""
         mesh = meshes.make(data=1, model=1, devices=[self.learner.devices.flat[0]])
-        parts = {name: at.mesh.shape["model"] if at.table == "tensor" else 1 for name, at in self.readers.items()}
+        parts = {
+            name: reader.mesh.shape["model"] if reader.table == "tensor" else 1 for name, reader in self.readers.items()
+        }
         readers = {name: Component(mesh, "replicate", parts[name]) for name in self.readers}
         return Placement("single", mesh, readers, self.platform)
 
     def describe(self) -> str:
         available = jax.device_count()
         idle = available - self.devices
-        rest = f"; {idle} of {available} devices stay unused" if idle else ""
+        unused = f"; {idle} of {available} devices stay unused" if idle else ""
         kind = self.learner.devices.flat[0].device_kind
         if not self.on_several_meshes:
-            return f"placement {self.strategy}: {_sizes(self.learner)} on {self.devices} {kind}{rest}"
+            return f"placement {self.strategy}: {_sizes(self.learner)} on {self.devices} {kind}{unused}"
         lines = [f"trainable parameters {_where(self.learner)}"]
         lines += [f"{name} {_where(component.mesh)}" for name, component in self.readers.items()]
-        return f"placement {self.strategy}: {', '.join(lines)} on {self.devices} {kind}{rest}"
+        return f"placement {self.strategy}: {', '.join(lines)} on {self.devices} {kind}{unused}"
 
 
 def one_mesh(mesh: Mesh, readers: Sequence[str], *, table: str = "replicate") -> Placement:
@@ -110,17 +112,17 @@ def place(
     Raises:
         PlacementError: the strategy and the number of devices, readers or processes do not go together.
     """
-    found = list(jax.devices() if devices is None else devices)
+    devices = list(jax.devices() if devices is None else devices)
     if strategy == "single":
-        return dataclasses.replace(_on_one_mesh(strategy, readers, found, 1, 1), strategy="single")
+        return dataclasses.replace(_on_one_mesh(strategy, readers, devices, 1, 1), strategy="single")
     if strategy in ("replicate", "fsdp", "tensor"):
-        return _on_one_mesh(strategy, readers, found, data, model)
+        return _on_one_mesh(strategy, readers, devices, data, model)
     if strategy not in STRATEGIES:
         raise PlacementError(f"mesh.placement={strategy!r} is not one of {', '.join(STRATEGIES)}")
-    check_processes(strategy, data, model, devices=len(found), processes=len({one.process_index for one in found}))
+    check_processes(strategy, data, model, devices=len(devices), processes=len({d.process_index for d in devices}))
     if strategy == "hybrid3":
-        return _hybrid3(readers, found)
-    return _split(strategy, readers, found, data=data, model=2 if strategy == "hybrid4" else model)
+        return _hybrid3(readers, devices)
+    return _split(strategy, readers, devices, data=data, model=2 if strategy == "hybrid4" else model)
 
 
 def check_processes(strategy: str, data: int, model: int, *, devices: int, processes: int) -> None:
@@ -142,15 +144,15 @@ def _on_one_mesh(table: str, readers: Mapping[str, int], devices: list[Device], 
 
 
 def _split(strategy: str, readers: Mapping[str, int], devices: list[Device], *, data: int, model: int) -> Placement:
-    count, asked = len(devices), f"mesh.placement={strategy!r} on {len(devices)} devices"
+    count, request = len(devices), f"mesh.placement={strategy!r} on {len(devices)} devices"
     if len(readers) < 2 or (strategy == "hybrid4" and len(readers) != 2):
-        raise PlacementError(f"{asked} with {len(readers)} readers: it separates readers; use replicate or tensor")
+        raise PlacementError(f"{request} with {len(readers)} readers: it separates readers; use replicate or tensor")
     if data != -1:
         count = data * model * len(readers)
     if count > len(devices) or count % (len(readers) * model):
         unit = len(readers) * model
         raise PlacementError(
-            f"{asked}: {len(readers)} readers of model={model} need a multiple of {unit} devices; "
+            f"{request}: {len(readers)} readers of model={model} need a multiple of {unit} devices; "
             f"use {unit * max(1, len(devices) // unit)} devices or another placement"
         )
     size = count // len(readers)

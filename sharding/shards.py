@@ -55,14 +55,14 @@ class Shards:
         if self.count == 1:
             return function
 
-        def one(*args: Any) -> Any:
+        def per_shard(*args: Any) -> Any:
             token = _in_shard.set(True)
             try:
                 return function(*args)
             finally:
                 _in_shard.reset(token)
 
-        mapped = jax.vmap(one, in_axes=in_axes, spmd_axis_name="data")
+        mapped = jax.vmap(per_shard, in_axes=in_axes, spmd_axis_name="data")
         return lambda *args: jax.tree.map(self._hold, mapped(*args))
 
     def sum(self, tree: Any) -> Any:
@@ -113,10 +113,8 @@ def by_rows(mesh: Mesh) -> Callable[[Callable], Callable]:
                 x = x if is_mapped else jnp.broadcast_to(x, (count, *x.shape))
                 return x.reshape(-1, *x.shape[2:])
 
-            found = split(function)(*jax.tree.map(join, operands, tuple(mapped)))
-            return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), found), jax.tree.map(
-                lambda _: True, found
-            )
+            out = split(function)(*jax.tree.map(join, operands, tuple(mapped)))
+            return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), out), jax.tree.map(lambda _: True, out)
 
         return run
 

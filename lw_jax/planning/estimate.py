@@ -40,25 +40,25 @@ def estimate(program: StepSpec, widths: Tree, micro_batch: int, target: Target |
     accumulation = program.accumulation(micro_batch)
     rows, placement, state = program.cut(accumulation).micro_batch, program.placement, program.state
     costs = step_costs.of(program, widths, rows)
-    kept, weights = step_costs.kept_bytes(program, widths, rows), program.frozen_bytes()
+    residuals, weights = step_costs.kept_bytes(program, widths, rows), program.frozen_bytes()
     sent = {name: accumulation * _sent(program, name, costs[name]) for name in placement.readers}
     sent[""] = _summed(program, state["trainable"], accumulation)
-    own = place.device_bytes((state["trainable"], state["opt_state"]))
+    state_bytes = place.device_bytes((state["trainable"], state["opt_state"]))
     working, resident, flops, wire = [], [], [], []
     for mesh in placement.meshes:
-        here = [name for name, at in placement.readers.items() if at.mesh == mesh]
+        here = [name for name, component in placement.readers.items() if component.mesh == mesh]
         # The readers run one after the other.
         most = max((costs[name].peak + _gathered(program, name) for name in here), default=0)
         if mesh == placement.learner:
-            most = max(costs[""].peak, kept + most)
+            most = max(costs[""].peak, residuals + most)
             most += place.device_bytes(state["trainable"]) if accumulation > 1 else 0  # the gradients' sum
             here = ["", *here]
         working.append(most)
-        resident.append(weights[mesh] + (own if mesh == placement.learner else 0))
+        resident.append(weights[mesh] + (state_bytes if mesh == placement.learner else 0))
         flops.append(accumulation * sum(costs[name].flops for name in here))
         flops[-1] += step_costs.update(program).flops if mesh == placement.learner else 0.0
         wire.append(sum(sent[name] for name in here))
-    peaks = [held + most for held, most in zip(resident, working, strict=True)]
+    peaks = [fixed + most for fixed, most in zip(resident, working, strict=True)]
     fullest = peaks.index(max(peaks))
     learns = placement.meshes[fullest] == placement.learner
     needs = StepMemory(
@@ -81,17 +81,17 @@ def _times(
     """Returns the seconds of a step: a sum, except that of readers on separate meshes the slowest counts."""
     link = target.link_bandwidth(list(range(target.devices))) * LINK_FRACTION
     speed, parts = Speed.of(target.card), {}
-    for name, one in costs.items():
-        computed = speed.predict(one)
+    for name, cost in costs.items():
+        computed = speed.predict(cost)
         parts[name] = Times(computed.gemm * accumulation, computed.memory * accumulation, sent[name] / link)
     update = speed.predict(step_costs.update(program))
     share = place.device_bytes(program.state["trainable"]) / max(1, tree.nbytes(program.recipe.abstract().trainable))
     update = Times(update.gemm * share, update.memory * share, COLLECTIVE_SECONDS if any(sent.values()) else 0.0)
     readers = [parts[name] for name in program.placement.readers]
     if program.placement.on_several_meshes:
-        readers = [max(readers, key=lambda one: one.total)]
+        readers = [max(readers, key=lambda reader: reader.total)]
     times = [parts[""], update, *readers]
-    return Times(*(sum(getattr(one, key) for one in times) for key in ("gemm", "memory", "collective")))
+    return Times(*(sum(getattr(part, key) for part in times) for key in ("gemm", "memory", "collective")))
 
 
 def _sent(program: StepSpec, name: str, costs: Costs) -> float:
@@ -100,15 +100,15 @@ def _sent(program: StepSpec, name: str, costs: Costs) -> float:
     Over a model axis each layer sums its two products' results forward, and two gradients backward; over data each
     layer's weights are gathered for either pass.
     """
-    at, layers = program.placement.readers[name], program.frozen[name].get("layers")
-    if at.table == "tensor" and layers:
-        count, parts = jax.tree.leaves(layers)[0].shape[0], at.mesh.shape["model"]
+    component, layers = program.placement.readers[name], program.frozen[name].get("layers")
+    if component.table == "tensor" and layers:
+        count, parts = jax.tree.leaves(layers)[0].shape[0], component.mesh.shape["model"]
         again = program.cfg.compute.remat == "full"  # attention's sum of a recomputed pass
         loops = [loop for loop in costs.loops if loop.length == count]
         sums = sum((2 + again * loop.reverse) * loop.length * loop.bytes * loop.times for loop in loops)
         return 2 * (parts - 1) / parts * sums
-    if at.table == "fsdp":
-        parts = at.mesh.shape["data"]
+    if component.table == "fsdp":
+        parts = component.mesh.shape["data"]
         return 2 * (parts - 1) / parts * tree.nbytes(program.frozen[name])
     return 0.0
 

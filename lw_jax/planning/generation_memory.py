@@ -47,17 +47,17 @@ def generation(step_spec: StepSpec) -> Pass | None:
     assert isinstance(local, LatentWire), "the same recipe"
 
     def working(rows: int) -> dict[Mesh, int]:
-        found = dict.fromkeys(placement.meshes, 0)
-        for name, at in placement.readers.items():
-            for call, given in _answers(local, name, rows):
-                found[at.mesh] = max(found[at.mesh], place.device_bytes(given[1:]) + trace(call, *given).peak)
-        return found
+        peaks = dict.fromkeys(placement.meshes, 0)
+        for name, reader in placement.readers.items():
+            for call, args in _answers(local, name, rows):
+                peaks[reader.mesh] = max(peaks[reader.mesh], place.device_bytes(args[1:]) + trace(call, *args).peak)
+        return peaks
 
     def lower(rows: int) -> list[tuple[Part, int]]:
         return [
-            (Part(jax.jit(call).lower(*given), at.mesh), place.device_bytes(given[1:]))
-            for name, at in placement.readers.items()
-            for call, given in _answers(recipe, name, rows * placement.data)
+            (Part(jax.jit(call).lower(*args), reader.mesh), place.device_bytes(args[1:]))
+            for name, reader in placement.readers.items()
+            for call, args in _answers(recipe, name, rows * placement.data)
         ]
 
     return Pass("generation", step_spec, resident, working, lower)
@@ -127,10 +127,10 @@ def unstacked_bytes(cfg: Config, placed: Placement) -> int:
     The sum of all weights, the reader's layers once more and its KV cache twice. Optimizer moments, which evaluation
     does not load, stand for everything else.
     """
-    own = config.with_remat(cfg, "none")
-    recipe = recipes.make(own, placed, outline=True)
+    resolved = config.with_remat(cfg, "none")
+    recipe = recipes.make(resolved, placed, outline=True)
     assert isinstance(recipe, LatentWire), "the recipe's name says so"
-    return memory.placed_bytes(StepSpec(own, recipe)) + max(_copies(cfg, recipe, name) for name in placed.readers)
+    return memory.placed_bytes(StepSpec(resolved, recipe)) + max(_copies(cfg, recipe, name) for name in placed.readers)
 
 
 def _copies(cfg: Config, recipe: LatentWire, name: str) -> int:

@@ -305,9 +305,9 @@ def compile_devices(target: Target) -> list[Any]:
         ).devices
     except NotImplementedError as error:  # "topology not implemented for cuda": no plugin has registered
         raise CompilerAbsent(_describe_absence(target)) from error
-    one = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(devices[0]))
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(devices[0]))
     try:
-        compile_lowered(jax.jit(jnp.exp).lower(one))
+        compile_lowered(jax.jit(jnp.exp).lower(scalar))
     except jax.errors.JaxRuntimeError as error:
         if re.search("libdevice|ptxas|PTX", str(error)) is None:
             raise

@@ -82,8 +82,8 @@ def analyse(text: str) -> Program:
     try:
         return _analyse(text)
     except (AttributeError, LookupError, TypeError, ValueError) as error:  # a text in which something is not found
-        told = str(error) if isinstance(error, UserError) else f"{type(error).__name__} {error}"
-        raise Unreadable(f"the text of the compiled program is not understood: {told}") from error
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__} {error}"
+        raise Unreadable(f"the text of the compiled program is not understood: {reason}") from error
 
 
 def _analyse(text: str) -> Program:
@@ -135,8 +135,8 @@ class _Op:
     @functools.cached_property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Of a tuple of all its parts, in order."""
-        found = re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", self.type)
-        return [(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n)) for dtype, dims in found]
+        parts = re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", self.type)
+        return [(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n)) for dtype, dims in parts]
 
     def attribute(self, name: str) -> str:
         match = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
@@ -359,10 +359,10 @@ def _mesh_groups(mesh: str, axes: str) -> Groups:
     grouped = {name: (int(pre or 1), int(size or 0)) for name, pre, size in _AXIS.findall(axes)}
     shape, chosen = [], []
     for name, size in sizes.items():
-        before, own = grouped.get(name, (size, 1))
-        own = own or size
+        before, sub_size = grouped.get(name, (size, 1))
+        sub_size = sub_size or size
         chosen += [len(shape) + 1] if name in grouped else []
-        shape += [before, own, size // before // own]
+        shape += [before, sub_size, size // before // sub_size]
     ids = np.arange(math.prod(shape))
     if iota := re.search(r"device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\)", mesh):
         reshape, order = ([int(n) for n in part.split(",")] for part in iota.groups())
@@ -382,12 +382,12 @@ def _rows(ids: np.ndarray) -> Groups:
 
 def kernels_by_name(text: str) -> dict[str, Kernel]:
     """Returns one run of each operation of `compiled.as_text()`; what holds others, as a loop, is left out."""
-    module, found = _Module(text), {}
+    module, kernels = _Module(text), {}
     for part in module.computations.values():
         for name, op in part.ops.items():
             if op.opcode not in _FREE and op.opcode not in ("while", "conditional", "call"):
-                found[name] = module.kernel(op, part)
-    return found
+                kernels[name] = module.kernel(op, part)
+    return kernels
 
 
 def _functions(text: str) -> dict[int, str]:
@@ -395,14 +395,14 @@ def _functions(text: str) -> dict[int, str]:
     files, functions, locations, frames = (
         _table(text, name) for name in ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
     )
-    found = {0: ""}
+    innermost = {0: ""}
     for number, frame in frames.items():
         location, parent = re.findall(r"=(\d+)", frame)  # the parent's number is one more than that of its row
         file, function, *_ = re.findall(r"=(\d+)", locations[location])
         path, name = Path(files[file].strip('"')), functions[function].strip('"')
-        own = f"{path.stem}.{name.split('.<locals>')[0]}"
-        found[int(number)] = own if __name__.partition(".")[0] in path.parts else found[int(parent) - 1]
-    return found
+        qualified = f"{path.stem}.{name.split('.<locals>')[0]}"
+        innermost[int(number)] = qualified if __name__.partition(".")[0] in path.parts else innermost[int(parent) - 1]
+    return innermost
 
 
 def _table(text: str, name: str) -> dict[str, str]:
@@ -430,13 +430,13 @@ def _parse_op(line: str) -> _Op | None:
     head = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
     if head is None:
         return None
-    rest = re.sub(r"/\*.*?\*/", "", line[head.end() :])
-    cut = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
-    kind, rest = rest[:cut], rest[cut:].lstrip()
-    opened = rest.index("(")
-    closed = _closing(rest, opened)
-    operands = tuple(re.findall(r"%([\w.\-]+)", rest[opened:closed]))
-    return _Op(head[2], kind, rest[:opened], operands, rest[closed:], head[1] is not None)
+    rhs = re.sub(r"/\*.*?\*/", "", line[head.end() :])
+    cut = _closing(rhs, 0) if rhs.startswith("(") else rhs.index(" ")
+    kind, rhs = rhs[:cut], rhs[cut:].lstrip()
+    opened = rhs.index("(")
+    closed = _closing(rhs, opened)
+    operands = tuple(re.findall(r"%([\w.\-]+)", rhs[opened:closed]))
+    return _Op(head[2], kind, rhs[:opened], operands, rhs[closed:], head[1] is not None)
 
 
 def _closing(text: str, start: int) -> int:

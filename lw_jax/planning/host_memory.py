@@ -23,8 +23,8 @@ def available() -> int | None:
     if not _MEMORY.is_file():
         return None
     lines = (line.split() for line in _MEMORY.read_text(encoding="ascii").splitlines())
-    found = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
-    free = [found["MemAvailable"] + found.get("SwapFree", 0)]
+    meminfo = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
+    free = [meminfo["MemAvailable"] + meminfo.get("SwapFree", 0)]
     for limit, stat, key in _GROUPS:
         words = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
         if words != "max" and stat.is_file():
@@ -36,9 +36,9 @@ def available() -> int | None:
 def held(readers: Mapping[str, int], placed: Placement) -> int:
     """Returns the bytes of frozen weights on this process's devices, every copy counted."""
     total, process = 0, jax.process_index()
-    for name, at in placed.readers.items():
-        local = sum(device.process_index == process for device in at.mesh.devices.flat)
-        parts = {"tensor": at.mesh.shape["model"], "fsdp": at.mesh.shape["data"]}.get(at.table, 1)
+    for name, component in placed.readers.items():
+        local = sum(device.process_index == process for device in component.mesh.devices.flat)
+        parts = {"tensor": component.mesh.shape["model"], "fsdp": component.mesh.shape["data"]}.get(component.table, 1)
         total += readers[name] * local // parts
     return total
 

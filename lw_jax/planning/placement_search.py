@@ -49,29 +49,29 @@ class Trial(StepCandidate):
     untimed: str = ""  # why its seconds are not known, where the card's peak rates are
 
     def candidate(self) -> StepCandidate:
-        return StepCandidate(**{one.name: getattr(self, one.name) for one in dataclasses.fields(StepCandidate)})
+        return StepCandidate(**{field.name: getattr(self, field.name) for field in dataclasses.fields(StepCandidate)})
 
 
 def choose(cfg: Config, hardware: Hardware) -> list[Trial]:
     """Returns what was tried; those whose weights fit are compiled (or estimated), for the longest examples."""
     readers, count = recipes.reader_bytes(cfg), len(hardware.devices)
-    found, tried = [], list(strategies(cfg, readers, count, hardware.hosts))
+    trials, layouts = [], list(strategies(cfg, readers, count, hardware.hosts))
     what = "compiling the training step for" if hardware.compile else "estimating"
     with phase(
-        f"planning: {what} each placement of {count} device{'s' * (count > 1)}", len(tried), "placements"
+        f"planning: {what} each placement of {count} device{'s' * (count > 1)}", len(layouts), "placements"
     ) as done:
-        for strategy, data, model in done.track(tried):
-            if strategy == "fsdp" and any(one.strategy == "fsdp" and one.placement for one in found):
+        for strategy, data, model in done.track(layouts):
+            if strategy == "fsdp" and any(trial.strategy == "fsdp" and trial.placement for trial in trials):
                 continue  # on more devices
             try:
                 placements.check_processes(strategy, data, model, devices=count, processes=hardware.hosts)
                 placed = placements.place(strategy, readers, data=data, model=model, devices=hardware.devices)
                 placed = dataclasses.replace(placed, stands_for="gpu" if hardware.target else "")
-                found += list(_measure(cfg, placed, hardware))
+                trials += list(_measure(cfg, placed, hardware))
             except PlacementError as error:
                 mesh = plans.axes(data, model)
-                found.append(Trial(strategy=strategy, mesh=mesh, remat="-", obstacle=str(error)))
-    return found
+                trials.append(Trial(strategy=strategy, mesh=mesh, remat="-", obstacle=str(error)))
+    return trials
 
 
 def fewer_bits(cfg: Config, hardware: Hardware) -> tuple[Remedy, ...]:
@@ -80,7 +80,7 @@ def fewer_bits(cfg: Config, hardware: Hardware) -> tuple[Remedy, ...]:
     By arithmetic, whatever the hardware's compiler: a plan of the packed configuration is the proof. Nothing for a
     recipe without frozen readers, or for readers that are packed as tightly already.
     """
-    found, uncompiled = [], dataclasses.replace(hardware, compile=None)
+    remedies, uncompiled = [], dataclasses.replace(hardware, compile=None)
     for packing, (words, larger) in PACKINGS.items():
         names = [name for name, llm in cfg.llms.items() if llm.weights in larger]
         packed = {name: dataclasses.replace(cfg.llms[name], weights=packing) for name in names}
@@ -90,17 +90,17 @@ def fewer_bits(cfg: Config, hardware: Hardware) -> tuple[Remedy, ...]:
             tried = choose(dataclasses.replace(cfg, llms={**cfg.llms, **packed}), uncompiled)
         except UserError:  # its rows are no whole blocks: this model cannot be packed so
             continue
-        rows = sorted((one.candidate() for one in tried if one.needs), key=lambda one: one.peak_bytes)
-        fits = tuple(one for one in rows if one.fits)
-        placed = {one.name for one in fits}
+        options = sorted((trial.candidate() for trial in tried if trial.needs), key=lambda option: option.peak_bytes)
+        fits = tuple(option for option in options if option.fits)
+        placed = {option.name for option in fits}
         close = {
-            one.name: one  # the least full of each
-            for one in rows[::-1]
-            if one.name not in placed and one.peak_bytes <= CLOSE * hardware.limit.usable
+            option.name: option  # the least full of each
+            for option in options[::-1]
+            if option.name not in placed and option.peak_bytes <= CLOSE * hardware.limit.usable
         }
         assignments = {f"llms.{name}.weights": packing for name in names}
-        found.append(Remedy(packing, words, assignments, fits, tuple(close.values())))
-    return tuple(found)
+        remedies.append(Remedy(packing, words, assignments, fits, tuple(close.values())))
+    return tuple(remedies)
 
 
 def data_axis(cfg: Config, count: int, processes: int) -> int:
@@ -163,16 +163,16 @@ def pick(found: Sequence[_C]) -> _C | None:
     Times are predictions: a gain of less than 2 % does not pay for more devices. Where one of them is not known, the
     arithmetic of one device stands for time, and of equals the one that sends least is taken.
     """
-    fitting = [one for one in found if one.fits]
-    timed = all(one.step_seconds for one in fitting)
+    fitting = [option for option in found if option.fits]
+    timed = all(option.step_seconds for option in fitting)
 
-    def cost(one: _C) -> float:
-        return one.step_seconds if timed and one.step_seconds else one.flops
+    def cost(option: _C) -> float:
+        return option.step_seconds if timed and option.step_seconds else option.flops
 
     near = 1.02 * min(map(cost, fitting), default=0.0)
 
-    def order(one: _C) -> tuple[bool, float, int, int]:
-        return cost(one) > near, 0.0 if timed else one.collective_bytes, one.devices_used, one.peak_bytes
+    def order(option: _C) -> tuple[bool, float, int, int]:
+        return cost(option) > near, 0.0 if timed else option.collective_bytes, option.devices_used, option.peak_bytes
 
     return min(fitting, key=order, default=None)
 
@@ -185,11 +185,11 @@ def _measure(cfg: Config, placed: Placement, hardware: Hardware) -> Iterator[Tri
     """
     room, drafts = hardware.limit, []
     for remat in REMATS[cfg.recipe] if cfg.compute.remat == "auto" else (cfg.compute.remat,):
-        own = config.with_remat(cfg, remat)
-        program = StepSpec(own, recipes.make(own, placed, outline=True))
+        resolved = config.with_remat(cfg, remat)
+        program = StepSpec(resolved, recipes.make(resolved, placed, outline=True))
         program.accumulation(cfg.train.micro_batch)  # or PlacementError: the batch does not go with the devices
-        found = plans.layout(placed) | {"strategy": placed.strategy, "remat": remat, "placement": placed}
-        candidate = Trial(**found, program=program)
+        fields = plans.layout(placed) | {"strategy": placed.strategy, "remat": remat, "placement": placed}
+        candidate = Trial(**fields, program=program)
         if (whole := placed_bytes(program)) > room.usable:
             why = f"weights and optimizer alone take {bytes_of(whole)} of {bytes_of(room.usable)}"
             yield dataclasses.replace(candidate, remat="-", obstacle=why)
@@ -206,13 +206,13 @@ def _measure(cfg: Config, placed: Placement, hardware: Hardware) -> Iterator[Tri
             yield dataclasses.replace(candidate, obstacle=f"too large for the compiler: {error}")
             continue
         guess = estimates.estimate(program, program.recipe.batch_widths(), needs.micro_batch, hardware.target)
-        found = dataclasses.replace(candidate, needs=needs, guess=guess, **_sizes(program, needs, guess))
+        measured = dataclasses.replace(candidate, needs=needs, guess=guess, **_sizes(program, needs, guess))
         if needs.peak <= room.usable:
-            fitting = _time(found, hardware, cfg.train.global_batch)
+            fitting = _time(measured, hardware, cfg.train.global_batch)
             yield fitting
             continue
         why = f"a micro-batch of {needs.micro_batch} needs {bytes_of(needs.peak)} of {bytes_of(room.usable)}"
-        yield dataclasses.replace(found, obstacle=why)
+        yield dataclasses.replace(measured, obstacle=why)
 
 
 def _guess(program: StepSpec, hardware: Hardware) -> Estimate:
@@ -263,11 +263,11 @@ def _sizes(program: StepSpec, needs: StepMemory, guess: Estimate) -> dict[str, A
 
 
 def _time(candidate: Trial, hardware: Hardware, global_batch: int) -> Trial:
-    found = dict(processes.from_first(lambda: _figures(candidate, hardware)))
-    if found["seconds"]:
-        times = Times(**found["seconds"])
-        found |= {"seconds": times, "step_seconds": times.total, "samples_per_second": global_batch / times.total}
-    return dataclasses.replace(candidate, fits=True, **found)
+    figures = dict(processes.from_first(lambda: _figures(candidate, hardware)))
+    if figures["seconds"]:
+        times = Times(**figures["seconds"])
+        figures |= {"seconds": times, "step_seconds": times.total, "samples_per_second": global_batch / times.total}
+    return dataclasses.replace(candidate, fits=True, **figures)
 
 
 def _figures(candidate: Trial, hardware: Hardware) -> dict[str, Any]:
@@ -291,11 +291,11 @@ def _figures(candidate: Trial, hardware: Hardware) -> dict[str, Any]:
         sent[part.mesh] += part.runs * analysed.wire_bytes
         moved[part.mesh] += part.runs * analysed.moved_bytes
         if hardware.target:
-            one = roofline.predict(analysed, hardware.target)
-            times[name] = Times(part.runs * one.gemm, part.runs * one.memory, part.runs * one.collective)
+            run = roofline.predict(analysed, hardware.target)
+            times[name] = Times(part.runs * run.gemm, part.runs * run.memory, part.runs * run.collective)
     concurrent = [times.pop(name) for name in placement.readers if name in times]
-    sequential = [*times.values(), *sorted(concurrent, key=lambda one: one.total)[-1:]]
-    total = {part: sum(getattr(one, part) for one in sequential) for part in ("gemm", "memory", "collective")}
+    sequential = [*times.values(), *sorted(concurrent, key=lambda reader: reader.total)[-1:]]
+    total = {part: sum(getattr(program, part) for program in sequential) for part in ("gemm", "memory", "collective")}
     return {
         "seconds": total if hardware.target else None,
         "flops": max(flops.values()),

@@ -27,7 +27,7 @@ def path(cfg: Config, name: str) -> Path:
     """Returns the file of a plan: by target or `HERE`, the keys that shape it (`config.shape`), versions and code."""
     here = [*(device.device_kind for device in jax.devices()), jax.process_count(), str(memory_limit.local(cfg))]
     here.append(precision.resolve(cfg.compute.dtype, jax.devices()[0].platform))  # of a CPU by its processor
-    asked = [
+    key = [
         name,
         here if name == HERE else [],
         config.shape(cfg),
@@ -35,7 +35,7 @@ def path(cfg: Config, name: str) -> Path:
         _versions(),
         code(),
     ]
-    return sources.cache_root() / "plans" / f"{name}-{content_hash(asked, size=8)}.json"
+    return sources.cache_root() / "plans" / f"{name}-{content_hash(key, size=8)}.json"
 
 
 def read(file: Path) -> StepPlan | None:
@@ -64,11 +64,11 @@ def code() -> str:
 
 
 def _shapes(cfg: Config) -> list[str]:
-    found = recipes.outline(config.with_remat(cfg, "none")).abstract()
-    leaves = jax.tree_util.tree_leaves_with_path((found.trainable, found.frozen))
+    weights = recipes.outline(config.with_remat(cfg, "none")).abstract()
+    leaves = jax.tree_util.tree_leaves_with_path((weights.trainable, weights.frozen))
     return [f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}" for path, leaf in leaves]
 
 
 def _versions() -> list[str]:
     names = ("jax", "jaxlib", *(f"jax-cuda{version}-plugin" for version in (12, 13)))
-    return [f"{one.name} {one.version}" for name in names for one in importlib.metadata.distributions(name=name)]
+    return [f"{dist.name} {dist.version}" for name in names for dist in importlib.metadata.distributions(name=name)]

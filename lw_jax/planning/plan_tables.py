@@ -57,16 +57,16 @@ def _choice(plan: StepPlan, best: StepCandidate) -> list[str]:
         hours += ", without validations: data.validation_limit and eval.examples are 0, all held-out examples"
     if hours and plan.caching_key:
         hours += f", without filling the cache of {plan.caching_key}: one forward pass over all examples, once"
-    unit, each = plan.unit
+    unit, per_example = plan.unit
     if unit != "samples" and best.samples_per_second is not None:
-        rate = best.samples_per_second * each
+        rate = best.samples_per_second * per_example
         hours += f", {rate:,.0f} {unit}/s ({rate / best.devices_used:,.0f} a device)"
     return [
         f"chosen: {best.name}, recomputation {best.remat}, micro-batch {best.micro_batch} x {best.accumulation} "
         f"accumulated{hours}{_idle(plan, best)}",
         *([f"padding: {best.filling}"] if best.filling else []),
         f"why: {plan.why}",
-        *(one.description for one in (plan.validation, plan.generation) if one),
+        *(memory.description for memory in (plan.validation, plan.generation) if memory),
     ]
 
 
@@ -90,23 +90,23 @@ def candidates(found: Iterable[StepCandidate]) -> list[tuple[str, ...]]:
     head = ("strategy", "mesh", "remat", "batch x acc", "peak", "est.", "weights", "train+opt", "activ.")
     head += ("TFLOP", "sent", "s/step", "est.", "samples/s", "")
     table: list[tuple[str, ...]] = [head]
-    for one in found:
-        peak, seconds = (one.estimate.peak_bytes, one.estimate.step_seconds) if one.estimate else (0, None)
+    for option in found:
+        peak, seconds = (option.estimate.peak_bytes, option.estimate.step_seconds) if option.estimate else (0, None)
         table.append(
             (
-                *(one.strategy, one.mesh, one.remat),
-                f"{one.micro_batch} x {one.accumulation}" if one.peak_bytes else "-",
-                _gb(one.peak_bytes),
-                _beside(_gb(peak), peak, one.peak_bytes),
-                _gb(one.weights_bytes),
-                _gb(one.trainable_bytes + one.optimizer_bytes),
-                _gb(one.activation_bytes),
-                f"{one.flops / 1e12:.0f}" if one.flops else "-",
-                _gb(one.collective_bytes),
-                _number(one.step_seconds, 2),
-                _beside(_number(seconds, 2), seconds, one.step_seconds),
-                _number(one.samples_per_second, 1),
-                "" if one.fits else f"no: {one.obstacle}",
+                *(option.strategy, option.mesh, option.remat),
+                f"{option.micro_batch} x {option.accumulation}" if option.peak_bytes else "-",
+                _gb(option.peak_bytes),
+                _beside(_gb(peak), peak, option.peak_bytes),
+                _gb(option.weights_bytes),
+                _gb(option.trainable_bytes + option.optimizer_bytes),
+                _gb(option.activation_bytes),
+                f"{option.flops / 1e12:.0f}" if option.flops else "-",
+                _gb(option.collective_bytes),
+                _number(option.step_seconds, 2),
+                _beside(_number(seconds, 2), seconds, option.step_seconds),
+                _number(option.samples_per_second, 1),
+                "" if option.fits else f"no: {option.obstacle}",
             )
         )
     return table
@@ -114,29 +114,29 @@ def candidates(found: Iterable[StepCandidate]) -> list[tuple[str, ...]]:
 
 def _start_choice(plan: StartPlan, best: StartCandidate) -> list[str]:
     seconds = f", {duration(plan.hours * 3600)} for the start without compiling" if plan.hours is not None else ""
-    return [f"chosen: {best.name}{seconds}", *(_text(name, one, plan.ratio) for name, one in best.readers.items())]
+    return [f"chosen: {best.name}{seconds}", *(_text(name, part, plan.ratio) for name, part in best.readers.items())]
 
 
-def _text(name: str, one: ReaderPlan, ratio: int) -> str:
+def _text(name: str, reader: ReaderPlan, ratio: int) -> str:
     memory = (
-        f"{bytes_of(one.text_bytes)} of keys and values, {bytes_of(one.message_bytes)} of its message at "
+        f"{bytes_of(reader.text_bytes)} of keys and values, {bytes_of(reader.message_bytes)} of its message at "
         f"encoder.ratio={ratio} while it answers"
     )
     times = ""
-    if one.read_seconds is not None and one.write_seconds is not None:
-        times = f"read in {one.read_seconds:.3g} s, written in {one.write_seconds:.3g} s, "
+    if reader.read_seconds is not None and reader.write_seconds is not None:
+        times = f"read in {reader.read_seconds:.3g} s, written in {reader.write_seconds:.3g} s, "
     return f"{name}: a text of {TEXT:,} tokens: {times}{memory}"
 
 
 def _start_rows(candidates: tuple[StartCandidate, ...]) -> list[tuple[str, ...]]:
     head = ("strategy", "mesh", "reader", "weights", "code", "basis", "reading", "est.", "writing", "est.")
     table: list[tuple[str, ...]] = [(*head, "TFLOP", "s/start", "")]
-    for one in candidates:
-        for name, reader in one.readers.items():
+    for candidate in candidates:
+        for name, reader in candidate.readers.items():
             table.append(
                 (
-                    one.strategy,
-                    one.mesh,
+                    candidate.strategy,
+                    candidate.mesh,
                     name,
                     *map(bytes_of, (reader.weights_bytes, reader.code_bytes, reader.basis_bytes)),
                     *_both(reader.reading),
@@ -146,8 +146,8 @@ def _start_rows(candidates: tuple[StartCandidate, ...]) -> list[tuple[str, ...]]
                     "",
                 )
             )
-        peak = f"peak {bytes_of(one.peak_bytes)}"
-        table[-1] = (*table[-1][:-1], peak if one.fits else f"{peak}, no: {one.obstacle}")
+        peak = f"peak {bytes_of(candidate.peak_bytes)}"
+        table[-1] = (*table[-1][:-1], peak if candidate.fits else f"{peak}, no: {candidate.obstacle}")
     return table
 
 

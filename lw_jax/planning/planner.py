@@ -52,8 +52,8 @@ def resolve_target(word: str, *, config: str) -> str:
     stem = Path(config.partition(":")[0]).stem
     card = re.fullmatch(r"(?:\d+x)?([a-z]\w*?)x\d+", stem)
     if card is None:
-        asked = f"--target {word}" if word else "--target is missing and"
-        raise UserError(f"{asked}: configs/{stem}.py names no card; write card and number, as --target h100x4.")
+        flag = f"--target {word}" if word else "--target is missing and"
+        raise UserError(f"{flag}: configs/{stem}.py names no card; write card and number, as --target h100x4.")
     return f"{card[1]}x{SIZES[word]}" if word else stem
 
 
@@ -92,9 +92,9 @@ def precision(cfg: Config, on: Hardware | None = None) -> str:
     if getattr(card, "platform", "gpu") == "cpu":
         factors = [workload.arithmetic(cfg, "cpu"), precision_of.of(cfg.compute.dtype, "cpu").factors]
         return precision_of.describe_cpu(factors)
-    own = precision_of.resolve(cfg.compute.dtype, "gpu")
-    asked = {own, *(llm.weights for llm in cfg.llms.values() if llm.weights in DTYPES)}
-    return gpus.describe_precision(sorted(asked), getattr(card, "capability", getattr(card, "compute_capability", "")))
+    dtype = precision_of.resolve(cfg.compute.dtype, "gpu")
+    dtypes = {dtype, *(llm.weights for llm in cfg.llms.values() if llm.weights in DTYPES)}
+    return gpus.describe_precision(sorted(dtypes), getattr(card, "capability", getattr(card, "compute_capability", "")))
 
 
 def resolve_auto(cfg: Config, *, reading: bool = False) -> tuple[Config, Placement]:
@@ -151,11 +151,11 @@ def _place_configured(cfg: Config, readers: Mapping[str, int]) -> Placement:
         wanted = max(max(mesh.data, 1) * mesh.model, strategy)
         if wanted <= count:
             raise
-        own = "--config.mesh.placement=auto --config.mesh.data=-1 --config.mesh.model=1 --config.train.micro_batch=0"
+        flags = "--config.mesh.placement=auto --config.mesh.data=-1 --config.mesh.model=1 --config.train.micro_batch=0"
         raise PlacementError(
             f"{error}. This machine has {count} {jax.devices()[0].device_kind}. Whether it fits elsewhere: python "
             f"run.py plan --config FILE --target h100x{wanted}; on whatever cards there are: --config "
-            f"configs/large.py, or {own}; on virtual devices of a CPU: "
+            f"configs/large.py, or {flags}; on virtual devices of a CPU: "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted}"
         ) from error
 
@@ -174,10 +174,10 @@ def _place_uncompiled(cfg: Config, readers: Mapping[str, int], here: Hardware, *
         placed = placements.place(table, readers, data=count // model, model=model)
         if here.room is None:
             return placed
-        held = host_memory.held(readers, placed) // local  # what a run without steps computes is small beside it
+        resident = host_memory.held(readers, placed) // local  # what a run without steps computes is small beside it
         if cfg.train.steps:
-            held = memory.placed_bytes(StepSpec(cfg, recipes.make(cfg, placed, outline=True)))
-        if held <= here.room.usable:
+            resident = memory.placed_bytes(StepSpec(cfg, recipes.make(cfg, placed, outline=True)))
+        if resident <= here.room.usable:
             return placed
     most = "all of them" if local == count else f"the {local} of each process"
     raise PlacementError(
@@ -190,8 +190,8 @@ def simulate(cfg: Config, card: gpus.Card, count: int, *, estimate: bool = False
     """Returns the plan of `count` cards; of 0, the run on a CPU."""
     if count:
         return make(cfg, f"{card.name}x{count}", estimate=estimate)
-    own, placed = config.with_remat(cfg, "none"), placements.place("single", recipes.reader_bytes(cfg))
-    accumulation = StepSpec(own, recipes.make(own, placed, outline=True)).accumulation(0)
+    resolved, placed = config.with_remat(cfg, "none"), placements.place("single", recipes.reader_bytes(cfg))
+    accumulation = StepSpec(resolved, recipes.make(resolved, placed, outline=True)).accumulation(0)
     chosen = StepCandidate(
         strategy="single", mesh="1x1", remat="none", micro_batch=cfg.train.global_batch, accumulation=accumulation
     )
@@ -203,7 +203,7 @@ def _plan(cfg: Config, on: Hardware) -> StepPlan:
     tried = placement_search.choose(cfg, on)
     with phase("planning: memory of validation and evaluation"):
         best, parts = _pick(tried, on)
-    candidates = tuple(one.candidate() for one in tried)
+    candidates = tuple(trial.candidate() for trial in tried)
     chosen = candidates[tried.index(best)] if best else None
     return StepPlan(
         **on.figures(),
@@ -215,7 +215,7 @@ def _plan(cfg: Config, on: Hardware) -> StepPlan:
         candidates=candidates,
         chosen=chosen,
         why=_why(chosen, candidates),
-        untimed=next((one.untimed for one in tried if one.untimed), ""),
+        untimed=next((trial.untimed for trial in tried if trial.untimed), ""),
         remedies=() if best else placement_search.fewer_bits(cfg, on),
         validation=parts.get("validation"),
         generation=parts.get("generation"),
@@ -231,7 +231,7 @@ def _pick(tried: list[Trial], on: Hardware) -> tuple[Trial | None, dict[str, Eva
     while best := placement_search.pick(tried):
         assert best.program is not None, "it fits"
         parts = evaluation_memory(best.program, on.limit, on.compile)
-        beyond = [(part, one.smallest_bytes) for part, one in parts.items() if one and not one.largest]
+        beyond = [(part, needs.smallest_bytes) for part, needs in parts.items() if needs and not needs.largest]
         if not beyond:
             return best, parts
         part, least = beyond[0]
@@ -247,12 +247,12 @@ def evaluation_memory(
         "validation": evaluation_memories.validation(program),
         "generation": generation_memory.generation(program),
     }
-    return {part: one and evaluation_memories.of(one, room, compile=compile) for part, one in passes.items()}
+    return {part: pass_ and evaluation_memories.of(pass_, room, compile=compile) for part, pass_ in passes.items()}
 
 
 def _host_bytes(tried: Sequence[Trial]) -> int:
     """Returns the host memory of one process: weights stream through it, a checkpoint passes as a whole."""
-    program = next((one.program for one in tried if one.program), None)
+    program = next((trial.program for trial in tried if trial.program), None)
     if program is None:
         return int(HOST_BYTES)
     state = tree.nbytes(program.state)
@@ -264,10 +264,10 @@ def _host_bytes(tried: Sequence[Trial]) -> int:
 def _why(chosen: StepCandidate | None, candidates: Sequence[StepCandidate]) -> str:
     if chosen is None:
         return f"nothing fits: {plans.obstacles(candidates)}"
-    others = [one for one in candidates if one.fits and one is not chosen]
+    others = [candidate for candidate in candidates if candidate.fits and candidate is not chosen]
     if not others:
         return "the only one that fits"
-    rates = [one.samples_per_second for one in others if one.samples_per_second]
+    rates = [other.samples_per_second for other in others if other.samples_per_second]
     if chosen.samples_per_second is None or len(rates) < len(others):
         return f"least arithmetic on a device, of {len(others) + 1} that fit; their times are not known"
     second = others[rates.index(max(rates))]
@@ -281,8 +281,8 @@ def _why(chosen: StepCandidate | None, candidates: Sequence[StepCandidate]) -> s
 
 def kept(cfg: Config, target: str) -> StepPlan | None:
     """Returns the cached plan of a target; None where there is none. Compiles nothing."""
-    found = plan_cache.read(plan_cache.path(cfg, gpus.parse(target).name))
-    return _timed(found, cfg) if found else None
+    plan = plan_cache.read(plan_cache.path(cfg, gpus.parse(target).name))
+    return _timed(plan, cfg) if plan else None
 
 
 def _timed(plan: StepPlan, cfg: Config) -> StepPlan:
@@ -293,8 +293,8 @@ def _timed(plan: StepPlan, cfg: Config) -> StepPlan:
     """
     steps, share = cfg.train.steps, validation_share(cfg)
 
-    def timed(one: StepCandidate) -> StepCandidate:
-        return dataclasses.replace(one, hours=steps * one.step_seconds / 3600 if one.step_seconds else None)
+    def timed(option: StepCandidate) -> StepCandidate:
+        return dataclasses.replace(option, hours=steps * option.step_seconds / 3600 if option.step_seconds else None)
 
     chosen = plan.chosen and timed(plan.chosen)
     hours = chosen.hours if chosen else None

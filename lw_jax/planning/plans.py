@@ -114,15 +114,15 @@ class Plan:
     def describe_remedies(self) -> list[str]:
         """Returns a line for each packing under which something fits, else one that says that nothing does."""
         lines = []
-        for one in self.remedies:
-            flags = " ".join(f"--config.{path}={value}" for path, value in one.assignments.items())
-            close = f"; close to it: {_peaks(one.close)}" if one.close else ""
-            if one.fits:
-                lines.append(f"weights in {one.bits} fit, by arithmetic: {flags}: {_peaks(one.fits)}{close}")
+        for remedy in self.remedies:
+            flags = " ".join(f"--config.{path}={value}" for path, value in remedy.assignments.items())
+            close = f"; close to it: {_peaks(remedy.close)}" if remedy.close else ""
+            if remedy.fits:
+                lines.append(f"weights in {remedy.bits} fit, by arithmetic: {flags}: {_peaks(remedy.fits)}{close}")
             elif close:
-                lines.append(f"weights in {one.bits} may fit, by arithmetic: {flags}{close}")
+                lines.append(f"weights in {remedy.bits} may fit, by arithmetic: {flags}{close}")
         if self.remedies and not lines:
-            bits = " or ".join(one.bits for one in self.remedies)
+            bits = " or ".join(remedy.bits for remedy in self.remedies)
             lines.append(f"weights in {bits} would not fit either, by arithmetic")
         return lines
 
@@ -139,7 +139,7 @@ def layout(placed: Placement) -> dict[str, Any]:
 def mesh_of(placed: Placement) -> str:
     if not placed.on_several_meshes:
         return axes(placed.data, placed.learner.shape["model"])
-    return ", ".join(f"{name} {axes(*at.mesh.devices.shape)}" for name, at in placed.readers.items())
+    return ", ".join(f"{name} {axes(*component.mesh.devices.shape)}" for name, component in placed.readers.items())
 
 
 def axes(data: int, model: int) -> str:
@@ -147,7 +147,7 @@ def axes(data: int, model: int) -> str:
 
 
 def obstacles(candidates: Sequence[Candidate]) -> str:
-    return "; ".join(f"{one.name}: {one.obstacle}" for one in candidates)
+    return "; ".join(f"{candidate.name}: {candidate.obstacle}" for candidate in candidates)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,4 +165,4 @@ class StepPlan(Plan):
 
 
 def _peaks(candidates: tuple[StepCandidate, ...]) -> str:
-    return ", ".join(f"{one.name} {bytes_of(one.peak_bytes)}" for one in candidates)
+    return ", ".join(f"{candidate.name} {bytes_of(candidate.peak_bytes)}" for candidate in candidates)

@@ -41,8 +41,8 @@ def epoch(cfg: Config) -> int | None:
         return None
     if cfg.recipe == "dpo":
         return len(pairs.read(data.train, columns=data.columns))
-    found = examples.read(data.train, columns=data.columns)
-    return len({one.context for one in found}) if data.packed_tokens else len(found)
+    samples = examples.read(data.train, columns=data.columns)
+    return len({sample.context for sample in samples}) if data.packed_tokens else len(samples)
 
 
 def text(cfg: Config, plans: Sequence[StepPlan], *, own: Mapping[str, Any], estimate: Estimate) -> str:
@@ -51,7 +51,7 @@ def text(cfg: Config, plans: Sequence[StepPlan], *, own: Mapping[str, Any], esti
     Args:
         own: what the configuration's file sets of `config.SEARCHED`; its micro-batch is "before", else 1.
     """
-    sizes = [(one, one.chosen) for one in plans if one.devices and one.chosen]
+    sizes = [(plan, plan.chosen) for plan in plans if plan.devices and plan.chosen]
     if not sizes:
         return ""
     first, _ = sizes[0]
@@ -61,7 +61,7 @@ def text(cfg: Config, plans: Sequence[StepPlan], *, own: Mapping[str, Any], esti
     batch += ("GB: frozen", "trained", "optimizer", "rest")
     change = ("GPUs", "change", "hours", "->", "", "peak GB", "->")
     changed = [
-        (one, each) for one, best in sizes for each in changes(cfg, one.target, best, own=own, estimate=estimate)
+        (plan, each) for plan, best in sizes for each in changes(cfg, plan.target, best, own=own, estimate=estimate)
     ]
     blocks = [
         [_job(cfg, size)],
@@ -69,7 +69,7 @@ def text(cfg: Config, plans: Sequence[StepPlan], *, own: Mapping[str, Any], esti
         plan_tables.align([batch, *(_batch(*pair) for pair in sizes)]),
         plan_tables.align([change, *(_changed(*pair) for pair in changed)]),
     ]
-    how = "compiled" if all(one.compiled for one, _ in sizes) else "by arithmetic"
+    how = "compiled" if all(plan.compiled for plan, _ in sizes) else "by arithmetic"
     notes = [
         f"GB are 1e9 bytes on the fullest GPU; memory, batches and hours {how}, changes by arithmetic on both sides; "
         "hours are of the steps, without validations"
@@ -83,22 +83,22 @@ def changes(
     """Returns the cost of another micro-batch, twice the latents and twice the steps on a plan's cards."""
     micro = best.micro_batch
 
-    def asked(**values: Any) -> StepCandidate | None:
+    def replan(**values: Any) -> StepCandidate | None:
         whole = config.to_dict(cfg)
         for path, value in (best.overrides() | values).items():
             section, _, key = path.partition(".")
             whole[section][key] = value
         return estimate(config.build(whole), target).chosen
 
-    planned, first = asked(), own.get("train.micro_batch") or 1
-    found = []
+    planned, first = replan(), own.get("train.micro_batch") or 1
+    costs = []
     if first != micro:
-        found.append(Change(f"batch a GPU {first} -> {micro}", asked(**{"train.micro_batch": first}), planned))
+        costs.append(Change(f"batch a GPU {first} -> {micro}", replan(**{"train.micro_batch": first}), planned))
     if cfg.recipe == "latentwire":
         slots = cfg.encoder.slots
-        found.append(Change(f"latents {slots} -> {2 * slots}", planned, asked(**{"encoder.slots": 2 * slots})))
+        costs.append(Change(f"latents {slots} -> {2 * slots}", planned, replan(**{"encoder.slots": 2 * slots})))
     steps = cfg.train.steps
-    return [*found, Change(f"steps {steps} -> {2 * steps} (epochs)", planned, asked(**{"train.steps": 2 * steps}))]
+    return [*costs, Change(f"steps {steps} -> {2 * steps} (epochs)", planned, replan(**{"train.steps": 2 * steps}))]
 
 
 def _job(cfg: Config, size: int | None) -> str:
@@ -124,16 +124,16 @@ def _cost(plan: StepPlan, best: StepCandidate, first: StepPlan, size: int | None
 
 def _batch(plan: StepPlan, best: StepCandidate) -> tuple[str, ...]:
     data, padding = best.rows // (best.micro_batch * best.accumulation), best.rows - plan.global_batch
-    rest = best.activation_bytes + best.batch_bytes
-    sizes = (best.weights_bytes, best.trainable_bytes, best.optimizer_bytes, rest)
+    working = best.activation_bytes + best.batch_bytes
+    sizes = (best.weights_bytes, best.trainable_bytes, best.optimizer_bytes, working)
     words = (plan.devices, best.micro_batch, data, best.accumulation, padding, plan.global_batch)
     return (*map(str, words), *(f"{size / 1e9:.2f}" for size in sizes))
 
 
 def _changed(plan: StepPlan, change: Change) -> tuple[str, ...]:
     both = change.before, change.after
-    hours = [one and one.hours for one in both]
+    hours = [best and best.hours for best in both]
     factor = f"({hours[1] / hours[0]:.2f} x)" if hours[0] and hours[1] else ""
-    times = ["does not fit" if one is None else "-" if one.hours is None else f"{one.hours:.2f}" for one in both]
-    peaks = ["does not fit" if one is None else f"{one.peak_bytes / 1e9:.2f}" for one in both]
+    times = ["does not fit" if best is None else "-" if best.hours is None else f"{best.hours:.2f}" for best in both]
+    peaks = ["does not fit" if best is None else f"{best.peak_bytes / 1e9:.2f}" for best in both]
     return (str(plan.devices), change.what, *times, factor, *peaks)

@@ -99,13 +99,13 @@ def of_cpu(cfg: Config, speed: Speed) -> StartPlan:
 
 def make(cfg: Config, on: Hardware, speed: Speed | None) -> StartPlan:
     """Returns the plan for these devices; without `on.compile` its memory too is arithmetic."""
-    begun, found = time.monotonic(), []
+    begun, candidates = time.monotonic(), []
     for placed in _placements(cfg, on):
-        found.append(_measure(cfg, placed, on, speed))
-        if found[-1].fits:
+        candidates.append(_measure(cfg, placed, on, speed))
+        if candidates[-1].fits:
             break  # the fewest devices a reader: the others hold copies that share the texts
-    chosen = found[-1] if found[-1].fits else None
-    seconds = [one.seconds for one in chosen.readers.values()] if chosen else []
+    chosen = candidates[-1] if candidates[-1].fits else None
+    seconds = [reader.seconds for reader in chosen.readers.values()] if chosen else []
     rows, tokens = _sizes(cfg, placed)
     return StartPlan(
         **on.figures(),
@@ -114,9 +114,9 @@ def make(cfg: Config, on: Hardware, speed: Speed | None) -> StartPlan:
         texts=cfg.encoder.texts,
         ratio=cfg.encoder.ratio,
         plan_seconds=round(time.monotonic() - begun, 1),
-        candidates=tuple(found),
+        candidates=tuple(candidates),
         chosen=chosen,
-        why="the fewest devices a reader" if chosen else f"nothing fits: {plans.obstacles(found)}",
+        why="the fewest devices a reader" if chosen else f"nothing fits: {plans.obstacles(candidates)}",
         hours=sum(filter(None, seconds)) / 3600 if seconds and all(seconds) else None,
         host_memory_bytes=_host_bytes(cfg, placed),
     )
@@ -126,11 +126,11 @@ def _placements(cfg: Config, on: Hardware) -> Iterator[Placement]:
     """Yields the configured placement, or those that a run tries: ever more devices a reader (`resolve_auto`)."""
     readers, mesh, devices = recipes.reader_bytes(cfg), cfg.mesh, on.devices
     local = len(devices) // on.hosts
-    asked = [(mesh.placement, mesh.data, mesh.model)]
+    strategies = [(mesh.placement, mesh.data, mesh.model)]
     if mesh.placement == "auto":
         sizes = [model for model in range(1, local + 1) if local % model == 0]
-        asked = [("tensor" if model > 1 else "replicate", len(devices) // model, model) for model in sizes]
-    for strategy, data, model in asked:
+        strategies = [("tensor" if model > 1 else "replicate", len(devices) // model, model) for model in sizes]
+    for strategy, data, model in strategies:
         placed = placements.place(strategy, readers, data=data, model=model, devices=devices)
         yield dataclasses.replace(placed, stands_for="gpu" if on.target else "")
 
@@ -143,21 +143,21 @@ def _sizes(cfg: Config, placed: Placement) -> tuple[int, int]:
 
 def _measure(cfg: Config, placed: Placement, on: Hardware, speed: Speed | None) -> StartCandidate:
     """Returns what the start needs on a placement; nothing is compiled where the weights alone are too large."""
-    own = config.with_remat(cfg, "none")
-    recipe, room = CacheWire(own, placed, outline=True), on.limit
+    resolved = config.with_remat(cfg, "none")
+    recipe, room = CacheWire(resolved, placed, outline=True), on.limit
     frozen, codes = recipe.abstract().frozen, recipe.abstract().trainable["codes"]
-    held = {
+    weights = {
         name: place.device_bytes(place.place_shapes(frozen[name], recipe.shardings().frozen[name])) for name in frozen
     }
     together: dict[Any, int] = {}
-    for name, at in placed.readers.items():
-        together[at.mesh] = together.get(at.mesh, 0) + held[name] + place.device_bytes(codes[name])
+    for name, component in placed.readers.items():
+        together[component.mesh] = together.get(component.mesh, 0) + weights[name] + place.device_bytes(codes[name])
     fits_alone = max(together.values()) <= room.usable
     compiles = on.compile if fits_alone else None
-    readers = {name: _plan_reader(recipe, name, compiles, speed, held[name]) for name in placed.readers}
+    readers = {name: _plan_reader(recipe, name, compiles, speed, weights[name]) for name in placed.readers}
     peaks = {
-        name: together[at.mesh] + max(one.reading.peak_bytes, one.writing.peak_bytes, one.basis_bytes)
-        for (name, at), one in zip(placed.readers.items(), readers.values(), strict=True)
+        name: together[component.mesh] + max(reader.reading.peak_bytes, reader.writing.peak_bytes, reader.basis_bytes)
+        for (name, component), reader in zip(placed.readers.items(), readers.values(), strict=True)
     }
     fullest = max(peaks, key=lambda name: peaks[name])
     peak, fits = peaks[fullest], peaks[fullest] <= room.usable
@@ -177,22 +177,22 @@ def _plan_reader(
     cfg, model, placed = recipe.cfg, recipe.wire.readers[name].config, recipe.placement
     rows, tokens = _sizes(cfg, placed)
     code, values = recipe.abstract().trainable["codes"][name], 2 * model.layers * model.kv_heads * model.head_dim
-    own = CacheWire(cfg, placed.on_one_device(), outline=True)  # what a device computes
-    each = values * jnp.dtype(own.abstract().frozen[name]["embed"].dtype).itemsize
-    each //= max(1, model.kv_heads // own.wire.readers[name].config.kv_heads)
+    local = CacheWire(cfg, placed.on_one_device(), outline=True)  # what a device computes
+    token_bytes = values * jnp.dtype(local.abstract().frozen[name]["embed"].dtype).itemsize
+    token_bytes //= max(1, model.kv_heads // local.wire.readers[name].config.kv_heads)
 
     def work(rows: int, tokens: int) -> dict[bool, Work]:
-        found = {}
-        for writes, (function, given) in _programs(own, name, rows, tokens).items():
-            costs = traced_costs.trace(function, *given)
-            found[writes] = Work(costs.peak, costs.peak, costs.flops, speed and speed.predict(costs).total)
-        return found
+        works = {}
+        for writes, (function, args) in _programs(local, name, rows, tokens).items():
+            costs = traced_costs.trace(function, *args)
+            works[writes] = Work(costs.peak, costs.peak, costs.flops, speed and speed.predict(costs).total)
+        return works
 
     batch, text = work(-(-rows // placed.data), tokens), work(1, TEXT)
     if compiles is not None:
-        for writes, (function, given) in _programs(recipe, name, rows, tokens).items():
+        for writes, (function, args) in _programs(recipe, name, rows, tokens).items():
             with phase(f"planning: compiling what {'writes' if writes else 'reads'} {rows} texts for {name}"):
-                needs = compiles(jax.jit(function).lower(*given)).memory_analysis()
+                needs = compiles(jax.jit(function).lower(*args)).memory_analysis()
             peak = needs.argument_size_in_bytes + needs.temp_size_in_bytes + needs.output_size_in_bytes - weights
             batch[writes] = dataclasses.replace(batch[writes], peak_bytes=max(peak, 0))
     (readings, writings, fitted), width = _runs(cfg, rows, placed.platform), code["basis"].shape[0]
@@ -214,35 +214,35 @@ def _plan_reader(
         seconds=seconds,
         read_seconds=(text[False].seconds or 0.0) / 2 if speed else None,  # it is read twice there
         write_seconds=text[True].seconds,
-        text_bytes=TEXT * each,
-        message_bytes=-(-TEXT // max(cfg.encoder.ratio, 1)) * each,
+        text_bytes=TEXT * token_bytes,
+        message_bytes=-(-TEXT // max(cfg.encoder.ratio, 1)) * token_bytes,
     )
 
 
 def _runs(cfg: Config, rows: int, platform: str) -> tuple[float, float, int]:
     """Returns about how often the start reads a batch twice and writes one, and the tokens that it fits a basis to."""
     texts, kind = cfg.encoder.texts, "cpu" if platform == "cpu" else "gpu"
-    held = min(max(texts // cache_start.PART_HELD_OUT, 1), cache_start.MOST_HELD_OUT[kind])
-    train, found = texts - held, len({cfg.encoder.ratio, *cache_start.RATES}) + 1  # steps, at least one either way
-    writings = found * SOLVES * held / rows
+    held_out = min(max(texts // cache_start.PART_HELD_OUT, 1), cache_start.MOST_HELD_OUT[kind])
+    train, steps = texts - held_out, len({cfg.encoder.ratio, *cache_start.RATES}) + 1  # at least one step either way
+    writings = steps * SOLVES * held_out / rows
     return texts / rows, writings, train * cfg.data.context_tokens
 
 
 def _programs(recipe: CacheWire, name: str, rows: int, tokens: int) -> dict[bool, tuple[Callable[..., Any], tuple]]:
     """Returns what reads a batch of texts twice, and what writes it (True), with the shapes of their arguments."""
     functions, mesh = CacheFunctions(recipe.wire, recipe.placement), recipe.placement.readers[name].mesh
-    model, every = recipe.wire.readers[name].config, place.whole(mesh)
+    model, replicated = recipe.wire.readers[name].config, place.whole(mesh)
     params = place.place_shapes(recipe.abstract().frozen[name], recipe.shardings().frozen[name])
     shapes = recipe.abstract().trainable["codes"][name]
-    code = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=every), shapes)
+    code = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), shapes)
 
     def field(rows: int, tokens: int, sharding: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
         kinds = (("ids", jnp.int32), ("mask", bool))
         return {key: jax.ShapeDtypeStruct((rows, tokens), dtype, sharding=sharding) for key, dtype in kinds}
 
     fields = {"own": field(rows, tokens, NamedSharding(mesh, P("data")))}
-    fields |= {"before": field(1, SHARED_PREFIX, every), "again": field(1, AGAIN, every)}
-    count = jax.ShapeDtypeStruct((model.layers, rows, model.kv_heads), jnp.int32, sharding=every)
+    fields |= {"before": field(1, SHARED_PREFIX, replicated), "again": field(1, AGAIN, replicated)}
+    count = jax.ShapeDtypeStruct((model.layers, rows, model.kv_heads), jnp.int32, sharding=replicated)
 
     def read(params: Any, fields: Any) -> Any:
         return functions.read_states(params, fields, name)
@@ -252,15 +252,15 @@ def _programs(recipe: CacheWire, name: str, rows: int, tokens: int) -> dict[bool
         sizes = kv_prefix.all_keys(model, tokens)
         return functions.encode(code, reading, fields["before"]["mask"], [count], step, name, sizes)
 
-    step = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=every)
+    step = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=replicated)
     return {False: (read, (params, fields)), True: (write, (params, code, fields, count, step))}
 
 
 def _host_bytes(cfg: Config, placed: Placement) -> int:
     """Returns the host memory of the process: a layer of weights as it streams, the scores of all texts, codes."""
     recipe = CacheWire(config.with_remat(cfg, "none"), placed, outline=True)
-    models = [one.config for one in recipe.wire.readers.values()]
-    scores = max(4 * cfg.encoder.texts * cfg.data.context_tokens * one.layers * one.kv_heads for one in models)
+    models = [reader.config for reader in recipe.wire.readers.values()]
+    scores = max(4 * cfg.encoder.texts * cfg.data.context_tokens * model.layers * model.kv_heads for model in models)
     codes = sum(map(place.device_bytes, recipe.abstract().trainable["codes"].values()))
     layer = max(math.prod(leaf.shape[1:]) * 4 for leaf in jax.tree.leaves(recipe.abstract().frozen))
     return int(HOST_BYTES + 4 * scores + 2 * codes + 2 * layer)

@@ -51,9 +51,9 @@ def prompts(recipe: LatentWire, name: str, rows: int = 0) -> PromptShapes:
     model, mesh = recipe.wire.readers[name].config, recipe.placement.readers[name].mesh
     dtype = recipe.abstract().frozen[name]["embed"].dtype
     split = recipe.placement.readers[name].table == "tensor" and model.kv_heads % mesh.shape["model"] == 0
-    at = NamedSharding(mesh, P(None, "data", None, "model" if split else None))
+    sharding = NamedSharding(mesh, P(None, "data", None, "model" if split else None))
     shape = (model.layers, rows, before + slots, model.kv_heads, model.head_dim)
-    kv: Any = jax.ShapeDtypeStruct(shape, dtype, sharding=at)
+    kv: Any = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     return PromptShapes(
         _rows((rows, 1 + after, model.width), dtype, mesh),
         _rows((rows, 1 + after), "bool", mesh),
@@ -120,6 +120,6 @@ def cache_bytes(model: decoder.DecoderConfig, rows: int, slots: int, dtype: jnp.
 
 def arithmetic(cfg: Config, platform: str) -> str:
     """Returns JAX's name of the type of most products' factors: the narrowest that a reader computes in."""
-    own = [of_reader(llm.weights, cfg.compute.dtype, platform) for llm in cfg.llms.values()]
-    found = own or [of(cfg.compute.dtype, platform)]
-    return min((one.factors for one in found), key=lambda name: jnp.dtype(name).itemsize)
+    readers = [of_reader(llm.weights, cfg.compute.dtype, platform) for llm in cfg.llms.values()]
+    precisions = readers or [of(cfg.compute.dtype, platform)]
+    return min((precision.factors for precision in precisions), key=lambda name: jnp.dtype(name).itemsize)

@@ -155,14 +155,14 @@ class Checkpointer:
 
         Empty where training has replaced a checkpoint since they were listed.
         """
-        found = self._read_records()
-        if any(is_gone(self._folder / str(step)) for step in found.keys() - _whole(found)):
+        entries = self._read_records()
+        if any(is_gone(self._folder / str(step)) for step in entries.keys() - _whole(entries)):
             return {}
-        for unread in found.values():
+        for unread in entries.values():
             if isinstance(unread, UserError):
                 raise unread
-        records = _whole(found)
-        self._damaged = {step: damage.reason for step, damage in found.items() if isinstance(damage, Damage)}
+        records = _whole(entries)
+        self._damaged = {step: damage.reason for step, damage in entries.items() if isinstance(damage, Damage)}
         for step in _rank(records, best=best):
             folder = self._folder / str(step)
             damage = checkpoint_record.find_damage(folder, records[step]["files"])
@@ -261,12 +261,12 @@ class Checkpointer:
 
     def _remove_old(self) -> None:
         """Removes damaged checkpoints and all but the newest and the best; none that could not be read."""
-        found = self._read_records()
-        unread = {step for step, record in found.items() if isinstance(record, UserError)}
-        records = {step: record for step, record in _whole(found).items() if step not in self._damaged}
+        entries = self._read_records()
+        unread = {step for step, record in entries.items() if isinstance(record, UserError)}
+        records = {step: record for step, record in _whole(entries).items() if step not in self._damaged}
         best = _rank(records, best=True)[:1]
         preserved = unread.union(sorted(records)[-self._keep :], best)
-        self._remove(self._folder / str(step) for step in found if step not in preserved)
+        self._remove(self._folder / str(step) for step in entries if step not in preserved)
         self._damaged = {}
 
     def _remove_unfinished(self) -> None:
@@ -311,8 +311,8 @@ class _Reading:
         return isinstance(error, Exception) and alone and not self._folder.is_dir()
 
 
-def _whole(found: dict[int, dict[str, Any] | Damage | UserError]) -> dict[int, dict[str, Any]]:
-    return {step: record for step, record in found.items() if isinstance(record, dict)}
+def _whole(entries: dict[int, dict[str, Any] | Damage | UserError]) -> dict[int, dict[str, Any]]:
+    return {step: record for step, record in entries.items() if isinstance(record, dict)}
 
 
 def _rank(records: dict[int, dict[str, Any]], *, best: bool) -> list[int]:

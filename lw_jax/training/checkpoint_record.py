@@ -48,8 +48,8 @@ class Damage:
 
 def scores(records: dict[int, dict[str, Any]]) -> dict[int, float]:
     """Returns step -> finite score, of the checkpoints that have one."""
-    found = {step: record["metrics"].get(BEST) for step, record in records.items()}
-    return {step: value for step, value in found.items() if value is not None and math.isfinite(value)}
+    nlls = {step: record["metrics"].get(BEST) for step, record in records.items()}
+    return {step: value for step, value in nlls.items() if value is not None and math.isfinite(value)}
 
 
 def _digest(record: dict[str, Any]) -> str:

@@ -136,7 +136,7 @@ class Sampler:
         }
 
     def describe(self) -> list[str]:
-        latest, found = self._latest, []
+        latest, parts = self._latest, []
         limit = max((reading.limit_bytes or 0 for reading in latest), default=0)
         for name, scale, unit in (
             ("memory_bytes", 1e-9, f"of {limit / 1e9:.1f} GB" if limit else "GB"),
@@ -146,8 +146,8 @@ class Sampler:
         ):
             values = [getattr(reading, name) for reading in latest]
             if known := [value * scale for value in values if value is not None]:
-                found.append(f"{_span(known, digits=1 if 'GB' in unit else 0)} {unit}")
-        return found
+                parts.append(f"{_span(known, digits=1 if 'GB' in unit else 0)} {unit}")
+        return parts
 
     def _run(self) -> None:
         while not self._stop.wait(self._period):
@@ -179,10 +179,10 @@ def _none() -> Readings:
 
 def _means(readings: Sequence[Reading]) -> dict[str, float]:
     columns = {name: [getattr(reading, name) for reading in readings] for name in MEASURES}
-    found = {name: [value for value in values if value is not None] for name, values in columns.items()}
+    known = {name: [value for value in values if value is not None] for name, values in columns.items()}
     return {
         name: max(values) if name == "peak_bytes" else sum(values) / len(values)
-        for name, values in found.items()
+        for name, values in known.items()
         if values
     }
 

@@ -45,9 +45,9 @@ class Pass:
 
 def of(one: Pass, limit: MemoryLimit, *, compile: Compile | None = None) -> EvaluationMemory:
     """Returns the memory of a pass; compiled unless twice what its trace says would fit: that takes half a minute."""
-    found = _search(one, limit, lambda rows: _peak(one, one.trace(rows)), compiled=False)
-    if compile is None or 2 * found.peak_bytes - found.resident_bytes <= limit.usable:
-        return found
+    estimate = _search(one, limit, lambda rows: _peak(one, one.trace(rows)), compiled=False)
+    if compile is None or 2 * estimate.peak_bytes - estimate.resident_bytes <= limit.usable:
+        return estimate
     return _search(one, limit, _Compiled(one, compile, limit), compiled=True)
 
 
@@ -73,34 +73,34 @@ def validation(step_spec: StepSpec) -> Pass:
     return Pass("validation", step_spec, resident, trace, lower)
 
 
-def _search(one: Pass, limit: MemoryLimit, peak_of: Callable[[int], int], *, compiled: bool) -> EvaluationMemory:
+def _search(pass_: Pass, limit: MemoryLimit, peak_of: Callable[[int], int], *, compiled: bool) -> EvaluationMemory:
     """Returns the memory at eval.batch and the batch that fits; `peak_of` so many rows per device."""
-    data = one.step_spec.placement.data
-    batch = size = place.round_up(one.step_spec.cfg.eval.batch, data)
+    data = pass_.step_spec.placement.data
+    batch = size = place.round_up(pass_.step_spec.cfg.eval.batch, data)
     peak = last = peak_of(batch // data)
     while last > limit.usable and size > data:
         size = halved(size, data)
         last = peak_of(size // data)
     largest, smallest = (size, 0) if last <= limit.usable else (0, last)
-    line = f"{one.name} at eval.batch={batch}: {bytes_of(peak)} of {bytes_of(limit.usable)} per device, "
+    line = f"{pass_.name} at eval.batch={batch}: {bytes_of(peak)} of {bytes_of(limit.usable)} per device, "
     line += "compiled" if compiled else "by arithmetic"
     if not largest:
         line += f", would not fit, nor would one example per device ({bytes_of(smallest)})"
     elif peak > limit.usable:
         line += f", would not fit; --config.eval.batch={largest} would"
-    resident, fits = min(one.resident.values()), peak <= limit.usable
+    resident, fits = min(pass_.resident.values()), peak <= limit.usable
     return EvaluationMemory(batch, peak, fits, largest, compiled, smallest, resident, line)
 
 
-def _peak(one: Pass, working: Mapping[Mesh, int]) -> int:
-    return max(held + working[mesh] for mesh, held in one.resident.items())
+def _peak(pass_: Pass, working: Mapping[Mesh, int]) -> int:
+    return max(resident + working[mesh] for mesh, resident in pass_.resident.items())
 
 
 class _Compiled:
     """Peak bytes of the fullest device for so many rows on each: what is resident, and the most of its programs."""
 
-    def __init__(self, one: Pass, compile: Compile, limit: MemoryLimit):
-        self._pass, self._compile, self._limit = one, compile, limit
+    def __init__(self, pass_: Pass, compile: Compile, limit: MemoryLimit):
+        self._pass, self._compile, self._limit = pass_, compile, limit
         self._first: tuple[int, int] | None = None  # rows and peak of the first compilation
 
     def __call__(self, rows: int) -> int:
@@ -122,7 +122,7 @@ class _Compiled:
     def _measure(self, rows: int) -> int:
         working = dict.fromkeys(self._pass.resident, 0)
         for part, inputs in self._pass.lower(rows):
-            found = self._compile(part.lowered).memory_analysis()
-            fresh = found.output_size_in_bytes - found.alias_size_in_bytes
-            working[part.mesh] = max(working[part.mesh], inputs + found.temp_size_in_bytes + fresh)
+            analysis = self._compile(part.lowered).memory_analysis()
+            fresh = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+            working[part.mesh] = max(working[part.mesh], inputs + analysis.temp_size_in_bytes + fresh)
         return _peak(self._pass, working)

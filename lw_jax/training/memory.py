@@ -33,7 +33,7 @@ class StepMemory:
         return max(self.by_mesh)
 
     def figures(self) -> dict[str, Any]:
-        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "programs"}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "programs"}
 
 
 Compile = Callable[[Any], Any]  # jax.stages.Lowered -> jax.stages.Compiled
@@ -55,15 +55,15 @@ def measure(step_spec: StepSpec, widths: Tree, accumulation: int, *, compile: Co
         "optimizer": place.device_bytes(state["opt_state"]),
         "batch": place.device_bytes({key: value for key, value in batch.items() if key != "readers"}),
     }
-    for name, at in step_spec.placement.readers.items():
-        here = resident[at.mesh]
+    for name, component in step_spec.placement.readers.items():
+        here = resident[component.mesh]
         here["batch"] += place.device_bytes(batch["readers"][name])
-        if step_spec.placement.on_several_meshes and at.mesh != learner:
+        if step_spec.placement.on_several_meshes and component.mesh != learner:
             here["trainable"] += place.device_bytes(step_spec.recipe.part(name, state["trainable"]))
     donated = place.device_bytes(state)
-    held = [sum(resident[mesh].values()) for mesh in step_spec.placement.meshes]
+    fixed = [sum(resident[mesh].values()) for mesh in step_spec.placement.meshes]
     working = [_working(compiled, mesh, donated) for mesh in step_spec.placement.meshes]
-    peaks = [stays + most for stays, most in zip(held, working, strict=True)]
+    peaks = [stays + most for stays, most in zip(fixed, working, strict=True)]
     fullest = peaks.index(max(peaks))
     return StepMemory(
         micro_batch=step_spec.cut(accumulation).micro_batch,
@@ -86,22 +86,22 @@ def _working(compiled: Mapping[str, tuple[Any, train_step.Part]], mesh: Mesh, st
     carried = summed if any(part.runs > 1 for _, part in compiled.values()) else 0
     residuals = _fresh(here["share"]) if "share" in here else 0
 
-    def held(name: str, program: Any) -> int:
+    def alive(name: str, program: Any) -> int:
         if name == "update":
             return program.memory_analysis().argument_size_in_bytes - state
         earlier = summed - _fresh(program) if name == "pull" and not carried else carried
         return earlier + (residuals if name not in ("step", "share") else 0)
 
     return max(
-        held(name, program) + program.memory_analysis().temp_size_in_bytes + _fresh(program)
+        alive(name, program) + program.memory_analysis().temp_size_in_bytes + _fresh(program)
         for name, program in here.items()
     )
 
 
 def _fresh(program: Any) -> int:
     """Returns the bytes of a program's outputs that reuse no donated input."""
-    found = program.memory_analysis()
-    return found.output_size_in_bytes - found.alias_size_in_bytes
+    analysis = program.memory_analysis()
+    return analysis.output_size_in_bytes - analysis.alias_size_in_bytes
 
 
 def bytes_of(size: float) -> str:

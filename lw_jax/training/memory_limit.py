@@ -25,11 +25,11 @@ def local(cfg: Config) -> MemoryLimit | None:
 
     The user's own share for XLA, which another program's on the card may need, is not exceeded.
     """
-    found = of_devices(cfg, runtime.device_memory() or 0)
+    limit = of_devices(cfg, runtime.device_memory() or 0)
     most = runtime.allocator_limit()
-    if most and found.memory:
-        found = dataclasses.replace(found, utilisation=min(found.utilisation, most / found.memory))
-    return found if found.memory else None
+    if most and limit.memory:
+        limit = dataclasses.replace(limit, utilisation=min(limit.utilisation, most / limit.memory))
+    return limit if limit.memory else None
 
 
 def agree(cfg: Config) -> Config:
@@ -40,11 +40,11 @@ def agree(cfg: Config) -> Config:
     """
     if jax.process_count() == 1:
         return cfg
-    own = local(cfg)
-    known = [MemoryLimit(*one) for one in processes.gather(own and (own.memory, own.utilisation)) if one]
+    room = local(cfg)
+    known = [MemoryLimit(*pair) for pair in processes.gather(room and (room.memory, room.utilisation)) if pair]
     if not known:
         return cfg
-    least = min(known, key=lambda one: one.usable)
+    least = min(known, key=lambda limit: limit.usable)
     mesh = dataclasses.replace(cfg.mesh, memory_gb=least.memory / 1e9, target_utilisation=least.utilisation)
     return dataclasses.replace(cfg, mesh=mesh)
 

@@ -26,16 +26,16 @@ def measure(
     Raises:
       OutOfMemory: the compiler refuses the step for its size.
     """
-    found, error = None, ""
+    needs, error = None, ""
     try:
         with out_of_memory.detect():
-            found = memory.measure(step_spec, widths, step_spec.accumulation(micro_batch), compile=compile)
+            needs = memory.measure(step_spec, widths, step_spec.accumulation(micro_batch), compile=compile)
     except OutOfMemory as refused:
         error = str(refused)
-    figures = processes.from_first(lambda: found.figures() if found else error)
+    figures = processes.from_first(lambda: needs.figures() if needs else error)
     if isinstance(figures, str):
         raise OutOfMemory(figures)
-    return StepMemory(**figures | {"by_mesh": tuple(figures["by_mesh"])}, programs=found.programs if found else {})
+    return StepMemory(**figures | {"by_mesh": tuple(figures["by_mesh"])}, programs=needs.programs if needs else {})
 
 
 def largest_micro_batch(
@@ -77,8 +77,8 @@ def search(legal: list[int], try_one: Callable[[int], StepMemory | None], limit:
     def fits(index: int) -> bool:
         if _is_clearly_beyond(legal[index], points, limit):
             return False
-        found = points[legal[index]] = try_one(legal[index])
-        return found is not None and found.peak <= limit
+        needs = points[legal[index]] = try_one(legal[index])
+        return needs is not None and needs.peak <= limit
 
     low, high = -1, len(legal)  # low fits, high does not
     aim = float(guess or legal[-1])
@@ -86,20 +86,20 @@ def search(legal: list[int], try_one: Callable[[int], StepMemory | None], limit:
         interpolated = max((i for i in range(low + 1, high) if legal[i] <= aim), default=low + 1)
         middle = interpolated if len(points) <= LINE_TRIALS else (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-        aim = _interpolate({size: found for size, found in points.items() if found is not None}, limit)
-    found = points[legal[max(low, 0)]]
-    if found is None:
+        aim = _interpolate({size: needs for size, needs in points.items() if needs is not None}, limit)
+    chosen = points[legal[max(low, 0)]]
+    if chosen is None:
         raise OutOfMemory(f"not even a micro-batch of {legal[0]} can be compiled for this device")
-    return found
+    return chosen
 
 
 def _is_clearly_beyond(size: int, points: dict[int, StepMemory | None], limit: int) -> bool:
     """Says whether a smaller measured size rules this one out: the largest programs are the slowest to compile."""
-    smaller = [(known, found) for known, found in points.items() if found is not None and known < size]
+    smaller = [(known, needs) for known, needs in points.items() if needs is not None and known < size]
     if not smaller:
         return False
-    known, found = max(smaller, key=lambda pair: pair[0])
-    return found.peak + ACTIVATION_GROWTH * found.activations * (size / known - 1) > limit
+    known, needs = max(smaller, key=lambda pair: pair[0])
+    return needs.peak + ACTIVATION_GROWTH * needs.activations * (size / known - 1) > limit
 
 
 def _interpolate(points: dict[int, StepMemory], limit: int) -> float:
@@ -118,10 +118,10 @@ def _interpolate(points: dict[int, StepMemory], limit: int) -> float:
 
 def describe(needs: StepMemory, limit: MemoryLimit) -> str:
     parts = {"frozen": needs.weights, "trained": needs.trainable, "optimizer": needs.optimizer}
-    held = ", ".join(f"{bytes_of(size)} {name}" for name, size in parts.items())
+    sizes = ", ".join(f"{bytes_of(size)} {name}" for name, size in parts.items())
     return (
         f"micro-batch: {needs.micro_batch} per device is the largest that fits: {bytes_of(needs.peak)} at the peak, "
-        f"{needs.peak / limit.memory:.0%} of {bytes_of(limit.memory)} (target {limit.utilisation:.0%}); of it {held}, "
+        f"{needs.peak / limit.memory:.0%} of {bytes_of(limit.memory)} (target {limit.utilisation:.0%}); of it {sizes}, "
         f"{bytes_of(needs.activations)} activations"
     )
 

@@ -118,7 +118,7 @@ def make(
         if not any(trains[row]):
             return "frozen"
         by_muon = cfg.kind == "muon" and matrix_axes(rules.path_of(path), leaf.ndim)
-        return "_".join(("muon" if by_muon else "adam", *("01"[one] for one in trains[row])))
+        return "_".join(("muon" if by_muon else "adam", *("01"[flag] for flag in trains[row])))
 
     labels = jax.tree_util.tree_map_with_path(group, abstract, rows)
     parts: dict[Hashable, Any] = {"frozen": optax.set_to_zero()}
@@ -127,8 +127,8 @@ def make(
             direction = _muon() if label.startswith("muon") else optax.scale_by_adam(B1, cfg.b2, EPS)
             parts[label] = _in_phases(direction, trains[row], phases)
     frozen = jax.tree.map(lambda label: label == "frozen", labels)
-    decayed = jax.tree.map(lambda own, still: (decays_all or own) and not still, decays(abstract), frozen)
-    waits = any(any(one) and not all(one) for one in trains)
+    decayed = jax.tree.map(lambda decay, still: (decays_all or decay) and not still, decays(abstract), frozen)
+    waits = any(any(flags) and not all(flags) for flags in trains)
     whole = optax.chain(
         optax.masked(optax.set_to_zero(), frozen),  # what is frozen or waits is no part of the norm
         _scale_by(rows, trains, phases) if waits else optax.identity(),

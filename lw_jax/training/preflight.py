@@ -14,10 +14,10 @@ LONG_WARMUP = 0.5  # of a stage's steps
 
 
 def inspect(cfg: Config, recipe: Recipe | None) -> list[Finding]:
-    found = [*_schedule(cfg), *_cadence(cfg), *_alarm(cfg, recipe)] if cfg.train.steps else []
+    findings = [*_schedule(cfg), *_cadence(cfg), *_alarm(cfg, recipe)] if cfg.train.steps else []
     if recipe is not None:
-        found += recipe.findings()
-    return sorted(found, key=lambda finding: finding.severity)
+        findings += recipe.findings()
+    return sorted(findings, key=lambda finding: finding.severity)
 
 
 def refuse(found: Sequence[Finding]) -> None:
@@ -64,55 +64,55 @@ def _alarm(cfg: Config, recipe: Recipe | None) -> list[Finding]:
 
 
 def _schedule(cfg: Config) -> list[Finding]:
-    warmup, found = cfg.optim.warmup_steps, []
+    warmup, findings = cfg.optim.warmup_steps, []
     for name, stage, steps in config.stages(cfg):
         peak = cfg.optim.learning_rate * stage.rate
         where = "the run's" if steps == cfg.train.steps else f"stage {name}'s"
         setting = f"optim.warmup_steps={warmup}"
         if warmup > steps:
             reached = f"the rate reaches its peak of {peak:g} at the last of them, where the cosine should have ended"
-            found.append(
+            findings.append(
                 Finding(
                     "error", f"{setting} is longer than {where} {steps} steps: {reached}; lower it, or train longer"
                 )
             )
         elif warmup > LONG_WARMUP * steps:
             share = f"{warmup / steps:.0%} of {where} {steps} steps"
-            found.append(
+            findings.append(
                 Finding("warning", f"{setting} is {share}: little is learned at the peak of {peak:g}; a tenth is usual")
             )
-    return found
+    return findings
 
 
 def _cadence(cfg: Config) -> list[Finding]:
-    train, found = cfg.train, {}
+    train, effects = cfg.train, {}
     if not 0 < alarm_step(train) < train.steps:
-        found["eval_every"] = "what is held out is measured at the end only, so that no best step is known"
+        effects["eval_every"] = "what is held out is measured at the end only, so that no best step is known"
     if save_interval(train) == train.steps:
-        found["checkpoint_every"] = "a run that is killed without notice starts anew"
+        effects["checkpoint_every"] = "a run that is killed without notice starts anew"
     return [
         Finding("warning", f"train.{key}={value} is beyond the run's {train.steps} steps: {lost}")
-        for key, lost in found.items()
+        for key, lost in effects.items()
         if (value := getattr(train, key)) > train.steps
     ]
 
 
 def missing_data(cfg: Config) -> list[Finding]:
     """Returns a warning for each data file that this machine lacks: the run may start on another one."""
-    made, found = ("", *validation.MADE, validation.DOCSTRINGS), []
+    generated, findings = ("", *validation.MADE, validation.DOCSTRINGS), []
     named = [
         (key, name)
         for key in ("train", "validation", "passages")
         for name in row_sources.split_sources(getattr(cfg.data, key))
     ]
     for key, source in named:
-        if source in made or source.startswith(row_sources.HUB) or row_sources.is_here(source):
+        if source in generated or source.startswith(row_sources.HUB) or row_sources.is_here(source):
             continue
         setting = f"data.{key}={source!r}: no such file or folder, seen from {Path.cwd()}"
-        found.append(
+        findings.append(
             Finding(
                 "warning",
                 f"{setting}; the run ends at its start where it is missing: --config.data.{key}=FILE names one",
             )
         )
-    return found
+    return findings

@@ -94,11 +94,11 @@ class Reporter:
     def report(self, step: int, values: Tree, *, final: bool = False) -> None:
         if not (final or step % self._train.log_every == 0):
             return
-        found = self.last = {name: float(value) for name, value in values.items()}
+        scalars = self.last = {name: float(value) for name, value in values.items()}
         unit, per_example = self._recipe.unit
         pace, left = self.clock.lap(step)
-        fields = {name: f"{name} {value:.4g}" for name, value in found.items()}
-        row = {f"train/{name}": value for name, value in found.items()}
+        fields = {name: f"{name} {value:.4g}" for name, value in scalars.items()}
+        row = {f"train/{name}": value for name, value in scalars.items()}
         row |= {"train/learning_rate": float(jnp.asarray(self._schedule(step - 1)))}
         if math.isnan(pace):  # no step has passed since the one that compiled
             fields |= {"pace": "- s/step", "rate": f"- {unit}/s"}

@@ -152,12 +152,12 @@ def _describe_owner(path: Path) -> str:
 
 def check_writable(folder: Path, *, remedy: str) -> None:
     """Refuses an unwritable folder, existing or not, before any work is done."""
-    there = nearest(folder)
+    existing = nearest(folder)
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        raise UserError(f"{there}: {error.strerror}; nothing can be written there: {remedy}.") from error
+        raise UserError(f"{existing}: {error.strerror}; nothing can be written there: {remedy}.") from error
 
 
 def load(workdir: str | Path | None, *, verb: str) -> ConfigDict:
@@ -185,7 +185,7 @@ def check_agreement(cfg: Config, workdir: Path) -> None:
         return
     there, here = meaning(read_config(workdir)), meaning(cfg)
     if exported:
-        there, here = ({k: v for k, v in one.items() if not _OPEN.fullmatch(k)} for one in (there, here))
+        there, here = ({k: v for k, v in values.items() if not _OPEN.fullmatch(k)} for values in (there, here))
     changes = diff(there, here)
     if changes:
         more = f" (and {len(changes) - 3} more)" if len(changes) > 3 else ""

@@ -30,8 +30,8 @@ def check_installed(cfg: Config) -> None:
     """Refuses a name of `train.log_to` whose library is not installed; imports nothing."""
     for name in cfg.train.log_to:
         module = PACKAGES[name]
-        found = importlib.util.find_spec(module)
-        if found is None or found.origin is None:  # without an origin: a folder of that name, as wandb itself makes it
+        spec = importlib.util.find_spec(module)
+        if spec is None or spec.origin is None:  # without an origin: a folder of that name, as wandb itself makes it
             refuse("train.log_to", cfg.train.log_to, f"{module} is not installed; pip install {module}")
 
 
@@ -51,12 +51,12 @@ class TensorBoard:
         self._summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
         folder.mkdir(parents=True, exist_ok=True)
         name, number = f"step-{resumed_step:06d}", 1
-        own = folder / name
-        while own.exists():
+        subfolder = folder / name
+        while subfolder.exists():
             number += 1
-            own = folder / f"{name}-{number}"
-        own.mkdir()
-        self._writer = EventsWriter(str(own / "events"))
+            subfolder = folder / f"{name}-{number}"
+        subfolder.mkdir()
+        self._writer = EventsWriter(str(subfolder / "events"))
 
     def __enter__(self) -> Self:
         return self

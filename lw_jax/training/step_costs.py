@@ -37,12 +37,12 @@ def of(step_spec: StepSpec, widths: Tree, rows: int, *, backward: bool = True) -
     if not recipe.has_branches:
         (name,) = step_spec.placement.readers
         loss = train_step.whole_gradient(recipe) if backward else recipe.loss
-        given = weights.trainable, weights.frozen, batch, rng
-        return {"": Costs(), name: _once(recipe, name, way, batch, lambda: trace(loss, *given))}
+        inputs = weights.trainable, weights.frozen, batch, rng
+        return {"": Costs(), name: _once(recipe, name, way, batch, lambda: trace(loss, *inputs))}
     source = weights.trainable, batch["source"], rng, weights.frozen.get(SHARED)
 
-    def share(*given: Tree) -> Tree:
-        shared, pull = _pull(recipe, *given)
+    def share(*args: Tree) -> Tree:
+        shared, pull = _pull(recipe, *args)
         return pull(shared) if backward else shared
 
     def read(name: str) -> Costs:
@@ -55,10 +55,10 @@ def of(step_spec: StepSpec, widths: Tree, rows: int, *, backward: bool = True) -
         shared = jax.eval_shape(recipe.share, *source)
         return trace(branch, part, weights.frozen[name], batch["readers"][name], shared, rng)
 
-    found = {"": _once(recipe, "", way, batch["source"], lambda: trace(share, *source))}
+    costs = {"": _once(recipe, "", way, batch["source"], lambda: trace(share, *source))}
     for name, fields in batch["readers"].items():
-        found[name] = _once(recipe, name, way, (batch["source"], fields), lambda name=name: read(name))
-    return found
+        costs[name] = _once(recipe, name, way, (batch["source"], fields), lambda name=name: read(name))
+    return costs
 
 
 def kept_bytes(step_spec: StepSpec, widths: Tree, rows: int) -> int:
@@ -67,11 +67,11 @@ def kept_bytes(step_spec: StepSpec, widths: Tree, rows: int) -> int:
     if not recipe.has_branches:
         return 0
     weights, source = recipe.abstract(), _batch(widths, rows)["source"]
-    given = weights.trainable, source, rngs.abstract(), weights.frozen.get(SHARED)
+    primals = weights.trainable, source, rngs.abstract(), weights.frozen.get(SHARED)
 
     def residuals() -> int:
-        inputs = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(given)}
-        leaves = jax.tree.leaves(jax.eval_shape(lambda *given: _pull(recipe, *given)[1], *given))
+        inputs = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(primals)}
+        leaves = jax.tree.leaves(jax.eval_shape(lambda *args: _pull(recipe, *args)[1], *primals))
         return nbytes(leaf for leaf in leaves if (leaf.shape, leaf.dtype) not in inputs)
 
     return _once(recipe, "", "kept", source, residuals)
@@ -79,12 +79,12 @@ def kept_bytes(step_spec: StepSpec, widths: Tree, rows: int) -> int:
 
 def update(step_spec: StepSpec) -> Costs:
     shapes, optimizer = step_spec.recipe.abstract().trainable, step_spec.optimizer
-    given = shapes, jax.eval_shape(optimizer.init, shapes), shapes
-    return _once(step_spec.recipe, "", "update", shapes, lambda: trace(optimizer.update, *given))
+    args = shapes, jax.eval_shape(optimizer.init, shapes), shapes
+    return _once(step_spec.recipe, "", "update", shapes, lambda: trace(optimizer.update, *args))
 
 
 def _pull(recipe: Recipe, trainable: Tree, source: Tree, rng: Any, frozen: Tree) -> tuple[Tree, Callable]:
-    return jax.vjp(lambda own: recipe.share(own, source, rng, frozen), trainable)
+    return jax.vjp(lambda params: recipe.share(params, source, rng, frozen), trainable)
 
 
 def _once(recipe: Any, name: str, way: str, shapes: Tree, compute: Callable[[], Any]) -> Any:
@@ -96,7 +96,7 @@ def _once(recipe: Any, name: str, way: str, shapes: Tree, compute: Callable[[], 
 
 
 def _shape(cfg: Config) -> str:
-    return repr([one for one in config.shape(cfg).items() if not one[0].startswith(("mesh.", "train."))])
+    return repr([item for item in config.shape(cfg).items() if not item[0].startswith(("mesh.", "train."))])
 
 
 def _batch(widths: Tree, rows: int) -> Tree:

@@ -50,7 +50,7 @@ class Costs:
 
     @property
     def flops(self) -> float:
-        return sum(one.flops * one.times for one in self.products)
+        return sum(product.flops * product.times for product in self.products)
 
 
 @dataclasses.dataclass(eq=False)
@@ -84,8 +84,8 @@ def trace(function: Callable[..., Any], *args: Any) -> Costs:
 
 def nbytes(values: Iterable[Any]) -> int:
     """Returns the bytes of values or shapes; what is no array, as a key, counts as nothing."""
-    shapes = [getattr(value, "aval", value) for value in values]
-    return sum(math.prod(one.shape) * getattr(one.dtype, "itemsize", 0) for one in shapes if hasattr(one, "shape"))
+    avals = [getattr(value, "aval", value) for value in values]
+    return sum(math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0) for aval in avals if hasattr(aval, "shape"))
 
 
 def _add(jaxpr: Any, times: int, sums: _Sums, unused: Sequence[int] = ()) -> int:
@@ -97,48 +97,48 @@ def _add(jaxpr: Any, times: int, sums: _Sums, unused: Sequence[int] = ()) -> int
     results = [None if number in unused else value for number, value in enumerate(results)]
     equations = _used(equations, results)
     taken = {value for value in results if value}
-    beside = {value for one in equations if one.name != "dot_general" for value in one.inputs}
-    for one in equations:
-        taken |= set(one.inputs) if one.name in _READERS else set()
+    beside = {value for eqn in equations if eqn.name != "dot_general" for value in eqn.inputs}
+    for eqn in equations:
+        taken |= set(eqn.inputs) if eqn.name in _READERS else set()
     inside = []
-    for one in equations:
-        runs, most, unused = times, 0, one.unused if one.name == "cond" else []
-        if one.name == "scan":
-            runs *= one.params["length"]
-            unused = [number for number in one.unused if number >= _count_carried(one)]
-            sums.moved += 2 * runs * nbytes(_add_loop(one, times, sums))
-        for body in one.bodies:
+    for eqn in equations:
+        runs, most, unused = times, 0, eqn.unused if eqn.name == "cond" else []
+        if eqn.name == "scan":
+            runs *= eqn.params["length"]
+            unused = [number for number in eqn.unused if number >= _count_carried(eqn)]
+            sums.moved += 2 * runs * nbytes(_add_loop(eqn, times, sums))
+        for body in eqn.bodies:
             most = max(most, _add(body, runs, sums, unused))
         inside.append(most)
-        if one.name == "pallas_call":  # says its FLOPs itself, as `models/ttt_kernel.py` does
-            flops = float(dict(one.params["metadata"])["flops"])
-            sums.products[one.inputs[0].aval.dtype.name, flops, nbytes([*one.inputs, *one.outputs])] += times
-        elif one.name == "dot_general":
-            _add_product(one, times, sums)
-            sums.moved += times * nbytes(beside.intersection(one.outputs))  # read by another kernel
-        elif not one.bodies and one.name != "broadcast_in_dim":
-            stored = one.outputs if one.name.startswith("reduce") else taken.intersection(one.outputs)
+        if eqn.name == "pallas_call":  # says its FLOPs itself, as `models/ttt_kernel.py` does
+            flops = float(dict(eqn.params["metadata"])["flops"])
+            sums.products[eqn.inputs[0].aval.dtype.name, flops, nbytes([*eqn.inputs, *eqn.outputs])] += times
+        elif eqn.name == "dot_general":
+            _add_product(eqn, times, sums)
+            sums.moved += times * nbytes(beside.intersection(eqn.outputs))  # read by another kernel
+        elif not eqn.bodies and eqn.name != "broadcast_in_dim":
+            stored = eqn.outputs if eqn.name.startswith("reduce") else taken.intersection(eqn.outputs)
             sums.moved += 2 * times * nbytes(stored)
     return _peak(equations, inside, taken, results)
 
 
-def _add_product(one: _Equation, times: int, sums: _Sums) -> None:
-    (contracted, _), _ = one.params["dimension_numbers"]
-    left, result = one.inputs[0].aval, one.outputs[0].aval
+def _add_product(eqn: _Equation, times: int, sums: _Sums) -> None:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    left, result = eqn.inputs[0].aval, eqn.outputs[0].aval
     flops = 2.0 * math.prod(left.shape[axis] for axis in contracted) * math.prod(result.shape)
-    sums.products[left.dtype.name, flops, nbytes([*one.inputs, *one.outputs])] += times
+    sums.products[left.dtype.name, flops, nbytes([*eqn.inputs, *eqn.outputs])] += times
 
 
-def _add_loop(one: _Equation, times: int, sums: _Sums) -> list[Any]:
+def _add_loop(eqn: _Equation, times: int, sums: _Sums) -> list[Any]:
     """Adds a scan; returns what each of its steps cuts from stacks."""
-    variables = one.bodies[0].invars
+    variables = eqn.bodies[0].invars
     # Fixed and carried values first. Shapes say how many, as the primitive's parameters differ by JAX's version.
     stacks = sum(
-        len(outer.aval.shape) > len(inner.aval.shape) for outer, inner in zip(one.inputs, variables, strict=True)
+        len(outer.aval.shape) > len(inner.aval.shape) for outer, inner in zip(eqn.inputs, variables, strict=True)
     )
     first = len(variables) - stacks
-    largest = max((nbytes([var]) for var in variables[first - _count_carried(one) : first]), default=0)
-    sums.loops.append(Loop(one.params["length"], one.params["reverse"], largest, times))
+    largest = max((nbytes([var]) for var in variables[first - _count_carried(eqn) : first]), default=0)
+    sums.loops.append(Loop(eqn.params["length"], eqn.params["reverse"], largest, times))
     return variables[first:]
 
 
@@ -151,40 +151,40 @@ def _count_carried(scan: _Equation) -> int:
 def _flatten(jaxpr: Any, inputs: Sequence[_Value]) -> tuple[list[_Equation], list[_Value | None]]:
     """Returns a jaxpr's equations with those of the functions that it calls in place, and its results."""
     known = dict(zip(jaxpr.invars, inputs, strict=True)) | {var: _Value(var.aval) for var in jaxpr.constvars}
-    found: list[_Equation] = []
-    for equation in jaxpr.eqns:
-        given = [known[var] if isinstance(var, Var) else _Value(var.aval) for var in equation.invars]
-        name, bodies = equation.primitive.name, list(_bodies(equation))
-        results: Sequence[_Value | None] = [_Value(var.aval) for var in equation.outvars]
+    equations: list[_Equation] = []
+    for eqn in jaxpr.eqns:
+        operands = [known[var] if isinstance(var, Var) else _Value(var.aval) for var in eqn.invars]
+        name, bodies = eqn.primitive.name, list(_bodies(eqn))
+        results: Sequence[_Value | None] = [_Value(var.aval) for var in eqn.outvars]
         if name in _CALLS:
-            inner, results = _flatten(bodies[0], given)
-            found += inner
+            inner, results = _flatten(bodies[0], operands)
+            equations += inner
         else:
-            found.append(_Equation(name, equation.params, given, [one for one in results if one], bodies))
-        known |= {var: one or _Value(var.aval) for var, one in zip(equation.outvars, results, strict=True)}
-    return found, [known[var] if isinstance(var, Var) else None for var in jaxpr.outvars]
+            equations.append(_Equation(name, eqn.params, operands, [value for value in results if value], bodies))
+        known |= {var: value or _Value(var.aval) for var, value in zip(eqn.outvars, results, strict=True)}
+    return equations, [known[var] if isinstance(var, Var) else None for var in jaxpr.outvars]
 
 
 def _used(equations: Sequence[_Equation], results: Sequence[_Value | None]) -> list[_Equation]:
-    needed, kept = {value for value in results if value}, []
-    for one in reversed(equations):
-        one.unused = [number for number, value in enumerate(one.outputs) if value not in needed]
-        if len(one.unused) < len(one.outputs):
-            needed.update(one.inputs)
-            kept.append(one)
-    return kept[::-1]
+    needed, used = {value for value in results if value}, []
+    for eqn in reversed(equations):
+        eqn.unused = [number for number, value in enumerate(eqn.outputs) if value not in needed]
+        if len(eqn.unused) < len(eqn.outputs):
+            needed.update(eqn.inputs)
+            used.append(eqn)
+    return used[::-1]
 
 
-def _bodies(equation: Any) -> Iterator[Any]:
+def _bodies(eqn: Any) -> Iterator[Any]:
     """Yields the jaxprs inside an equation; of a conditional the largest, of a kernel, a black box, none."""
-    if equation.primitive.name == "pallas_call":
+    if eqn.primitive.name == "pallas_call":
         return
-    values = equation.params.values()
-    if equation.primitive.name == "cond":
-        values = [max(equation.params["branches"], key=lambda branch: len(branch.jaxpr.eqns))]
+    values = eqn.params.values()
+    if eqn.primitive.name == "cond":
+        values = [max(eqn.params["branches"], key=lambda branch: len(branch.jaxpr.eqns))]
     for value in values:
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(inner := getattr(one, "jaxpr", one), "eqns"):
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(inner := getattr(item, "jaxpr", item), "eqns"):
                 yield inner
 
 
@@ -194,21 +194,21 @@ def _peak(
     """Returns the most bytes alive at once; `inside` are those of the equations' own bodies."""
     last = {value: len(equations) for value in results if value}
     stored: list[list[_Value]] = []
-    for number, one in reversed(list(enumerate(equations))):
-        writes = one.name in _WRITERS or one.name.startswith("reduce")
-        spread = one.name == "broadcast_in_dim"  # made anew wherever it is taken
-        fused = [value for value in one.outputs if spread or (not writes and value not in taken)]
-        stored.append([value for value in one.outputs if value in last and value not in fused])
+    for number, eqn in reversed(list(enumerate(equations))):
+        writes = eqn.name in _WRITERS or eqn.name.startswith("reduce")
+        spread = eqn.name == "broadcast_in_dim"  # made anew wherever it is taken
+        fused = [value for value in eqn.outputs if spread or (not writes and value not in taken)]
+        stored.append([value for value in eqn.outputs if value in last and value not in fused])
         # A fused value is computed where it is used, so what it comes from lives on until then.
         until = max((last.get(value, number) for value in fused), default=number)
-        last |= {value: max(last.get(value, 0), until) for value in one.inputs}
+        last |= {value: max(last.get(value, 0), until) for value in eqn.inputs}
     stored.reverse()
     ends = collections.defaultdict(list)
     for values in stored:
         for value in values:
             ends[last[value]].append(value)
     alive = most = 0
-    for number, (made, body) in enumerate(zip(stored, inside, strict=True)):
-        most = max(most, alive + nbytes(made) + body)
-        alive += nbytes(made) - nbytes(ends[number])
+    for number, (written, body) in enumerate(zip(stored, inside, strict=True)):
+        most = max(most, alive + nbytes(written) + body)
+        alive += nbytes(written) - nbytes(ends[number])
     return most

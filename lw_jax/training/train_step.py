@@ -44,12 +44,12 @@ class Fused:
     def __init__(self, recipe: Recipe, mesh: Mesh, optimizer: optax.GradientTransformation, seed: int):
         gradient = _sequential_gradient(recipe) if recipe.has_branches else whole_gradient(recipe)
         shards = Shards(mesh, separate=_is_replicated(recipe))
-        each = shards.map(gradient, in_axes=(None, None, 0, None))
+        shard_gradient = shards.map(gradient, in_axes=(None, None, 0, None))
 
         def step(state: State, frozen: Tree, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
             rng = rngs.stream(seed, "loss", state["step"])
-            found = _accumulate(each, state["trainable"], frozen, shards.split(batch, dim=1), rng)
-            return _apply(optimizer, state, *shards.sum(found))
+            sums = _accumulate(shard_gradient, state["trainable"], frozen, shards.split(batch, dim=1), rng)
+            return _apply(optimizer, state, *shards.sum(sums))
 
         self._mesh = mesh
         self._step = jax.jit(step, donate_argnums=0)
@@ -81,40 +81,40 @@ class Staged:
     ) -> None:
         self.recipe, self.placement = recipe, placement
         self._home = home = Shards(placement.learner, separate=_is_replicated(recipe))
-        there = {name: Shards(at.mesh, separate=home.count > 1) for name, at in placement.readers.items()}
+        there = {name: Shards(component.mesh, separate=home.count > 1) for name, component in placement.readers.items()}
 
         def share(trainable: Tree, source: Tree, step: jax.Array, index: jax.Array, frozen: Tree):
             rng = rngs.stream(seed, "loss", step)
 
-            def one(source: Tree):
+            def forward(source: Tree):
                 return jax.vjp(lambda learned: recipe.share(learned, source, rng, frozen), trainable)
 
-            shared, backward = home.map(one)(home.split(_at(source, index)))
+            shared, backward = home.map(forward)(home.split(_at(source, index)))
             return home.join(shared), backward
 
-        def branch(name: str, part: Tree, frozen: Tree, fields: Tree, given: tuple[Tree, jax.Array, jax.Array]):
-            shared, step, index = given
+        def branch(name: str, part: Tree, frozen: Tree, fields: Tree, inputs: tuple[Tree, jax.Array, jax.Array]):
+            shared, step, index = inputs
             rng, shards = rngs.stream(seed, "loss", step), there[name]
 
-            def one(fields: Tree, shared: Tree):
-                (own, cotangent), terms = branch_gradient(recipe, name, frozen, fields, rng)(part, shared)
-                return cotangent, (own, terms)
+            def gradient(fields: Tree, shared: Tree):
+                (grads, cotangent), terms = branch_gradient(recipe, name, frozen, fields, rng)(part, shared)
+                return cotangent, (grads, terms)
 
-            cotangent, found = shards.map(one)(shards.split(_at(fields, index)), shards.split(shared))
-            return shards.join(cotangent), found
+            cotangent, sums = shards.map(gradient)(shards.split(_at(fields, index)), shards.split(shared))
+            return shards.join(cotangent), sums
 
         def pull(backward: Callable, cotangents: list[Tree]) -> Tree:
-            one = home.map(lambda backward, cotangent: backward(cotangent)[0])
-            return one(backward, home.split(functools.reduce(_add, cotangents)))
+            transpose = home.map(lambda backward, cotangent: backward(cotangent)[0])
+            return transpose(backward, home.split(functools.reduce(_add, cotangents)))
 
         def update(state: State, gradients: Tree, branches: dict[str, tuple[Tree, LossTerms]]):
-            def one(gradients: Tree, branches: dict[str, tuple[Tree, LossTerms]]):
-                for name, (own, _) in branches.items():
+            def combine(gradients: Tree, branches: dict[str, tuple[Tree, LossTerms]]):
+                for name, (grads, _) in branches.items():
                     back = jax.vjp(functools.partial(recipe.part, name), state["trainable"])[1]
-                    gradients = _add(gradients, back(own)[0])
+                    gradients = _add(gradients, back(grads)[0])
                 return gradients, merge(branches)
 
-            return _apply(optimizer, state, *home.sum(home.map(one)(gradients, branches)))
+            return _apply(optimizer, state, *home.sum(home.map(combine)(gradients, branches)))
 
         def merge(branches: dict[str, tuple[Tree, LossTerms]]) -> LossTerms:
             return functools.reduce(operator.add, (terms for _, terms in branches.values()))
@@ -129,8 +129,8 @@ class Staged:
     def __call__(self, state: State, frozen: Tree, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
         readers, learner = self.placement.readers, self.placement.learner
         parts = {
-            name: place.replicate((self.recipe.part(name, state["trainable"]), state["step"]), at.mesh)
-            for name, at in readers.items()
+            name: place.replicate((self.recipe.part(name, state["trainable"]), state["step"]), component.mesh)
+            for name, component in readers.items()
         }
         total: dict[str, Tree] = {}
         for index in map(np.int32, range(jax.tree.leaves(batch)[0].shape[0])):
@@ -138,10 +138,10 @@ class Staged:
             total = self._plus(total, self._micro_batch(state, parts, frozen, batch, index))
         gradients, move = total.pop(""), place.rows if self._home.count > 1 else place.replicate
         # Shard i goes from device i to device i: the data axis is as long on every mesh.
-        return self._update(state, gradients, {name: move(one, learner) for name, one in total.items()})
+        return self._update(state, gradients, {name: move(sums, learner) for name, sums in total.items()})
 
-    def _plus(self, total: dict[str, Tree], one: dict[str, Tree]) -> dict[str, Tree]:
-        return {key: self._sum(total[key], one[key]) for key in total} or one
+    def _plus(self, total: dict[str, Tree], summand: dict[str, Tree]) -> dict[str, Tree]:
+        return {key: self._sum(total[key], summand[key]) for key in total} or summand
 
     def _micro_batch(self, state: State, parts: Tree, frozen: Tree, batch: Tree, index: np.int32) -> dict[str, Tree]:
         """Returns the shared part's gradients under "" and each reader's (own gradients, terms) on its mesh.
@@ -150,24 +150,24 @@ class Staged:
         """
         beside = frozen.get(SHARED)
         shared, backward = self._share(state["trainable"], batch["source"], state["step"], index, beside)
-        cotangents, found = [], {}
-        for name, at in self.placement.readers.items():
+        cotangents, sums = [], {}
+        for name, component in self.placement.readers.items():
             part, step = parts[name]
-            given = (place.rows(shared, at.mesh), step, index)
-            cotangent, found[name] = self._branch(name, part, frozen[name], batch["readers"][name], given)
+            inputs = (place.rows(shared, component.mesh), step, index)
+            cotangent, sums[name] = self._branch(name, part, frozen[name], batch["readers"][name], inputs)
             cotangents.append(cotangent)
         # Only here: a transfer that waits for the first reader would delay the dispatch of the second.
         crossed = [place.rows(cotangent, self.placement.learner) for cotangent in cotangents]
-        return {"": self._pull(backward, crossed), **found}
+        return {"": self._pull(backward, crossed), **sums}
 
     def evaluate(self, trainable: Tree, frozen: Tree, batch: Tree, key: jax.Array) -> LossTerms:
         shared = self._forward_share(trainable, batch["source"], key, frozen.get(SHARED))
-        found = []
-        for name, at in self.placement.readers.items():
-            part, rng = place.replicate((self.recipe.part(name, trainable), key), at.mesh)
+        outputs = []
+        for name, component in self.placement.readers.items():
+            part, rng = place.replicate((self.recipe.part(name, trainable), key), component.mesh)
             fields = batch["readers"][name]
-            found.append(self._forward(name, part, frozen[name], fields, place.rows(shared, at.mesh), rng))
-        return functools.reduce(operator.add, [place.replicate(terms, self.placement.learner) for terms in found])
+            outputs.append(self._forward(name, part, frozen[name], fields, place.rows(shared, component.mesh), rng))
+        return functools.reduce(operator.add, [place.replicate(terms, self.placement.learner) for terms in outputs])
 
     def lower(self, state: State, frozen: Tree, batch: Tree) -> dict[str, Part]:
         learner, count = self.placement.learner, jax.tree.leaves(batch)[0].shape[0]
@@ -178,29 +178,29 @@ class Staged:
         spec = self._home.spec
         if self._home.count > 1:
             backward = _shapes(backward, learner, spec)
-        programs, cotangents, found = {"share": Part(share.lower(), learner, count)}, [], {}
-        for name, at in self.placement.readers.items():
-            part = _shapes(self.recipe.part(name, trainable), at.mesh, P())
-            given = (_shapes(shared, at.mesh, P("data")), _shapes(state["step"], at.mesh, P()), index)
-            branch = self._branch.trace(name, part, frozen[name], batch["readers"][name], given)
-            programs[name] = Part(branch.lower(), at.mesh, count)
-            cotangent, one = branch.out_info
+        programs, cotangents, sums = {"share": Part(share.lower(), learner, count)}, [], {}
+        for name, component in self.placement.readers.items():
+            part = _shapes(self.recipe.part(name, trainable), component.mesh, P())
+            inputs = (_shapes(shared, component.mesh, P("data")), _shapes(state["step"], component.mesh, P()), index)
+            branch = self._branch.trace(name, part, frozen[name], batch["readers"][name], inputs)
+            programs[name] = Part(branch.lower(), component.mesh, count)
+            cotangent, branch_sums = branch.out_info
             cotangents.append(_shapes(cotangent, learner, P("data")))
-            found[name] = _shapes(one, learner, spec)
+            sums[name] = _shapes(branch_sums, learner, spec)
         pull = self._pull.trace(backward, cotangents)
         programs["pull"] = Part(pull.lower(), learner, count)
         gradients = _shapes(pull.out_info, learner, spec)
-        programs["update"] = Part(self._update.lower(state, gradients, found), learner)
+        programs["update"] = Part(self._update.lower(state, gradients, sums), learner)
         return programs
 
     def lower_evaluation(self, trainable: Tree, frozen: Tree, batch: Tree, key: jax.Array) -> dict[str, Part]:
         share = self._forward_share.trace(trainable, batch["source"], key, frozen.get(SHARED))
         programs = {"share": Part(share.lower(), self.placement.learner)}
-        for name, at in self.placement.readers.items():
-            part = _shapes(self.recipe.part(name, trainable), at.mesh, P())
-            shared, fields = _shapes(share.out_info, at.mesh, P("data")), batch["readers"][name]
+        for name, component in self.placement.readers.items():
+            part = _shapes(self.recipe.part(name, trainable), component.mesh, P())
+            shared, fields = _shapes(share.out_info, component.mesh, P("data")), batch["readers"][name]
             lowered = self._forward.lower(name, part, frozen[name], fields, shared, key)
-            programs[name] = Part(lowered, at.mesh)
+            programs[name] = Part(lowered, component.mesh)
         return programs
 
 
@@ -247,16 +247,16 @@ def _sequential_gradient(recipe: Recipe) -> Callable[..., tuple[Tree, LossTerms]
     def gradient(trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> tuple[Tree, LossTerms]:
         beside = frozen.get(SHARED)
         shared, backward = jax.vjp(lambda learned: recipe.share(learned, batch["source"], rng, beside), trainable)
-        gradients, cotangents, found = None, None, None
+        gradients, cotangents, total = None, None, None
         for name, fields in batch["readers"].items():
             part, transpose = jax.vjp(functools.partial(recipe.part, name), trainable)
-            (own, cotangent), terms = branch_gradient(recipe, name, frozen[name], fields, rng)(part, shared)
-            own = transpose(own)[0]
-            gradients = own if gradients is None else _add(gradients, own)
+            (grads, cotangent), terms = branch_gradient(recipe, name, frozen[name], fields, rng)(part, shared)
+            grads = transpose(grads)[0]
+            gradients = grads if gradients is None else _add(gradients, grads)
             cotangents = cotangent if cotangents is None else _add(cotangents, cotangent)
-            found = terms if found is None else found + terms
+            total = terms if total is None else total + terms
             shared, cotangents = jax.lax.optimization_barrier((shared, cotangents))
-        return _add(gradients, backward(cotangents)[0]), cast(LossTerms, found)
+        return _add(gradients, backward(cotangents)[0]), cast(LossTerms, total)
 
     return gradient
 
@@ -276,17 +276,17 @@ def _accumulate(
 ) -> tuple[Tree, LossTerms]:
     """Sums gradients and loss terms over the micro-batches; each gets the `rng` of the step."""
 
-    def one(micro: Tree) -> tuple[Tree, LossTerms]:
+    def micro_gradient(micro: Tree) -> tuple[Tree, LossTerms]:
         return gradient(trainable, frozen, micro, rng)
 
     count = jax.tree.leaves(batch)[0].shape[0]
     if count == 1:
-        return one(jax.tree.map(lambda leaf: leaf[0], batch))
+        return micro_gradient(jax.tree.map(lambda leaf: leaf[0], batch))
 
     def add(total: Tree, micro: Tree) -> tuple[Tree, None]:
-        return _add(total, one(micro)), None
+        return _add(total, micro_gradient(micro)), None
 
-    shapes = jax.eval_shape(one, jax.tree.map(lambda leaf: leaf[0], batch))
+    shapes = jax.eval_shape(micro_gradient, jax.tree.map(lambda leaf: leaf[0], batch))
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     total, _ = jax.lax.scan(add, nothing, batch)
     return total

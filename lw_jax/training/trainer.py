@@ -107,8 +107,8 @@ class Run:
             return
         shapes = map(example_shapes, data_schedule.shapes())
         with phase("searching for the largest micro-batch that fits"):
-            found = [micro_batch_search.largest_micro_batch(self.step_spec, widths, limit) for widths in shapes]
-        least = max(found, key=lambda one: (one.accumulation, one.peak))  # one micro-batch for all shapes
+            memories = [micro_batch_search.largest_micro_batch(self.step_spec, widths, limit) for widths in shapes]
+        least = max(memories, key=lambda memory: (memory.accumulation, memory.peak))  # one micro-batch for all shapes
         if least.peak > limit.usable:
             raise UserError(micro_batch_search.refusal(self.step_spec, least, limit))
         self.accumulation = least.accumulation
@@ -117,12 +117,12 @@ class Run:
     def _fit_validation(self, limit: MemoryLimit) -> None:
         if self.checkpointer is None:  # such a run does not validate
             return
-        found = evaluation_memory.of(evaluation_memory.validation(self.step_spec), limit)
+        needs = evaluation_memory.of(evaluation_memory.validation(self.step_spec), limit)
         # From its start: several processes cannot agree on another one where memory runs out.
-        size = processes.from_first(lambda: found.largest)
-        if size < found.batch:
+        size = processes.from_first(lambda: needs.largest)
+        if size < needs.batch:
             self.validation_loop.take(size or self.placement.data)
-            self.reporter.say(f"{found.description}; the run takes it; the metrics stay the same")
+            self.reporter.say(f"{needs.description}; the run takes it; the metrics stay the same")
 
     def _restore_or_initialise(self, session: _Session) -> None:
         """Restores the last checkpoint, or initialises the state and the data position.
@@ -319,12 +319,12 @@ class Run:
 
 def _check_finite(step: int, values: Tree, cfg: Config, *, saved: int | None) -> None:
     """Raises UserError for a non-finite loss or gradient norm; `saved` is the newest checkpoint."""
-    found = {name: float(value) for name, value in values.items()}
-    wrong = [name for name, value in found.items() if not math.isfinite(value)]
+    metrics = {name: float(value) for name, value in values.items()}
+    wrong = [name for name, value in metrics.items() if not math.isfinite(value)]
     fatal = [name for name in ("loss", "grad_norm") if name in wrong]
     if not fatal:
         return
-    line = f"step {step}: " + ", ".join(f"train/{name} is {found[name]}" for name in fatal)
+    line = f"step {step}: " + ", ".join(f"train/{name} is {metrics[name]}" for name in fatal)
     if others := [name for name in wrong if name not in fatal]:
         line += f" (so is {', '.join(others)})"
     if step == 1 and "loss" in fatal:

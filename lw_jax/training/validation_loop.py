@@ -52,7 +52,7 @@ class ValidationLoop:
         cfg, placement = self._step_spec.cfg, self._step_spec.placement
         key, limit = rngs.stream(cfg.seed, "validation"), preflight.validation_examples(cfg)
         sizes = [min(limit or len(encoded), len(encoded)) for _, encoded in self._data]
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         with phase("validation", sum(-(-count // size) for count in sizes), "batches") as done:
             for number, (prefix, encoded) in enumerate(self._data):
                 sums: dict[str, list[float]] = {}
@@ -68,8 +68,8 @@ class ValidationLoop:
                         total[0] += float(pair[0])
                         total[1] += float(pair[1])
                     done.advance()
-                found |= {name: total / weight for name, (total, weight) in sums.items()}
-        return found
+                metrics |= {name: total / weight for name, (total, weight) in sums.items()}
+        return metrics
 
     @functools.cached_property
     def _data(self) -> Sequence[tuple[str, Stream]]:

@@ -47,11 +47,11 @@ def write(file: Path, params: Tree, dtype: DType) -> wire_folder.Tensors:
 
 def part_bytes(params: Tree, dtype: DType) -> dict[str, int]:
     """Returns the bytes in the file of each part of the tree, as "encoder/body", the largest first."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for name, (kind, shape) in _expect(tree.flatten_paths(params), dtype).items():
         part = "/".join(name.split("/")[:2])
-        found[part] = found.get(part, 0) + _BYTES[kind] * math.prod(shape)
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        sizes[part] = sizes.get(part, 0) + _BYTES[kind] * math.prod(shape)
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
 def round_int8(values: np.ndarray) -> np.ndarray:
@@ -71,14 +71,14 @@ def read(folder: Path, shapes: Tree, *, without: Collection[str] = ()) -> Tree:
     wire, file = wire_folder.read(folder), folder / TENSORS
     if not file.is_file():
         raise UserError(f"{file}: missing: a wire folder has {wire_folder.CONFIG} and {TENSORS}; {REMEDY}")
-    found = _measure(file)
+    measured = _measure(file)
     for key in ("bytes", "sha256"):
-        there, stated = getattr(found, key), getattr(wire.tensors, key)
+        there, stated = getattr(measured, key), getattr(wire.tensors, key)
         if there != stated:
             raise UserError(f"{file}: {key}={there}, {wire_folder.CONFIG} states {stated}: it is damaged; {REMEDY}")
     flat, stored = tree.flatten_paths(shapes), read_safetensors(file)
     absent = {(part, name) for part in ("adapters", "codes") for name in without}
-    stored = {path: one for path, one in stored.items() if tuple(path.split("/")[:2]) not in absent}
+    stored = {path: tensor for path, tensor in stored.items() if tuple(path.split("/")[:2]) not in absent}
     _check(file, stored, _expect(flat, wire.dtype))
     placed = [jax.device_put(_unpack(stored, name, leaf), leaf.sharding) for name, leaf in flat.items()]
     return jax.tree.unflatten(jax.tree.structure(shapes), placed)
@@ -101,8 +101,8 @@ def _check(file: Path, stored: Mapping[str, Stored], wanted: Mapping[str, tuple[
     for name in sorted(stored.keys() | wanted.keys()):
         here = (stored[name].kind, stored[name].shape) if name in stored else None
         if here != wanted.get(name):
-            there, asked = (f"{one[0]} {one[1]}" if one else "(absent)" for one in (here, wanted.get(name)))
-            raise UserError(f"{file}: tensor {name:.200} is {there}, its configuration wants {asked}; {REMEDY}")
+            there, expected = (f"{spec[0]} {spec[1]}" if spec else "(absent)" for spec in (here, wanted.get(name)))
+            raise UserError(f"{file}: tensor {name:.200} is {there}, its configuration wants {expected}; {REMEDY}")
 
 
 def _is_packed(name: str, leaf: Any) -> bool:
