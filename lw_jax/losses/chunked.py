@@ -29,8 +29,8 @@ def pieces(tokens: int, *, rows: int, length: int, data: int) -> int:
     `rows` of `length` tokens are sharded over `data` devices; each takes an equal part of every chunk.
     """
     share = rows // data
-    wanted = max(1, tokens // length) if tokens else share
-    return next(count for count in range(1, share + 1) if share % count == 0 and share <= wanted * count)
+    limit = max(1, tokens // length) if tokens else share
+    return next(count for count in range(1, share + 1) if share % count == 0 and share <= limit * count)
 
 
 def sum_of_pieces(
@@ -58,11 +58,11 @@ def _sum_of_pieces_forward(
         terms = measure(fixed, inputs, constants)
         return terms.sum, terms
 
-    def one(inputs: Tree, constants: Tree) -> tuple[LossTerms, Tree]:
+    def terms_and_gradient(inputs: Tree, constants: Tree) -> tuple[LossTerms, Tree]:
         gradient, terms = jax.grad(objective, has_aux=True)(inputs, constants)
         return terms, gradient
 
-    return _scan_pieces(one, pieces, inputs, constants)
+    return _scan_pieces(terms_and_gradient, pieces, inputs, constants)
 
 
 def _sum_of_pieces_backward(measure: Callable, pieces: int, gradient: Tree, of: LossTerms) -> tuple[None, Tree, None]:
@@ -76,15 +76,15 @@ def _times(gradients: Tree, of_sum: jax.Array) -> Tree:
     return jax.tree.map(lambda leaf: leaf * of_sum.astype(leaf.dtype), gradients)
 
 
-def _scan_pieces(one: Callable, pieces: int, inputs: Tree, constants: Tree) -> tuple[LossTerms, Tree]:
-    """Returns the sum of all chunks' terms, and the other outputs of `one` in row order."""
+def _scan_pieces(compute: Callable, pieces: int, inputs: Tree, constants: Tree) -> tuple[LossTerms, Tree]:
+    """Returns the sum of all chunks' terms, and the other outputs of `compute` in row order."""
 
     def cut(x: jax.Array) -> jax.Array:
         # A device's rows are consecutive, so a chunk is every n-th row: equally many of each device.
         return x.reshape(len(x) // pieces, pieces, *x.shape[1:]).swapaxes(0, 1)  # -1 is undefined for an empty field
 
     def body(_: None, piece: tuple[Tree, Tree]) -> tuple[None, tuple[LossTerms, Tree]]:
-        return None, one(*piece)
+        return None, compute(*piece)
 
     _, (terms, rows) = jax.lax.scan(body, None, jax.tree.map(cut, (inputs, constants)))
     joined = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), rows)
@@ -103,17 +103,17 @@ def token_logp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _token_logp(chunk: int, hidden: jax.Array, table: jax.Array, targets: jax.Array) -> Two:
-    _, found = _scan_chunks(lambda _, *part: (None, _read_head(table, *part)), chunk, None, (hidden, targets))
-    return found
+    _, outputs = _scan_chunks(lambda _, *part: (None, _read_head(table, *part)), chunk, None, (hidden, targets))
+    return outputs
 
 
 def _token_logp_forward(chunk: int, hidden: jax.Array, table: jax.Array, targets: jax.Array) -> tuple[Two, jax.Array]:
-    def one(_: None, hidden: jax.Array, targets: jax.Array) -> tuple[None, tuple[jax.Array, ...]]:
+    def logp_and_gradient(_: None, hidden: jax.Array, targets: jax.Array) -> tuple[None, tuple[jax.Array, ...]]:
         logp, vjp, mean = jax.vjp(lambda hidden: _read_head(table, hidden, targets), hidden, has_aux=True)
         # A target depends on its own position's state alone: one vjp gives the gradients of all positions.
         return None, (logp, mean, *vjp(jnp.ones_like(logp)))
 
-    _, (logp, mean, gradients) = _scan_chunks(one, chunk, None, (hidden, targets))
+    _, (logp, mean, gradients) = _scan_chunks(logp_and_gradient, chunk, None, (hidden, targets))
     return (logp, mean), gradients
 
 
@@ -147,26 +147,26 @@ def summed_nll(  # noqa: PLR0913  (as `token_logp`, for a trainable table)
 def _summed_nll(
     chunk: int, read: Callable, hidden: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> Two:
-    def one(_: None, *part: jax.Array) -> tuple[None, jax.Array]:
+    def chunk_nll(_: None, *part: jax.Array) -> tuple[None, jax.Array]:
         return None, -read(table, *part)[0]
 
-    _, each = _scan_chunks(one, chunk, None, (hidden, targets))
-    return jnp.sum(each * weights), each
+    _, nll = _scan_chunks(chunk_nll, chunk, None, (hidden, targets))
+    return jnp.sum(nll * weights), nll
 
 
 def _summed_nll_forward(
     chunk: int, read: Callable, hidden: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[Two, Two]:
-    def one(of_table: jax.Array, hidden: jax.Array, targets: jax.Array, weights: jax.Array):
+    def add_chunk(of_table: jax.Array, hidden: jax.Array, targets: jax.Array, weights: jax.Array):
         def objective(hidden: jax.Array, table: jax.Array) -> Two:
-            each = -read(table, hidden, targets)[0]
-            return jnp.sum(each * weights), each
+            nll = -read(table, hidden, targets)[0]
+            return jnp.sum(nll * weights), nll
 
-        (of_hidden, more), each = jax.grad(objective, (0, 1), has_aux=True)(hidden, table)
-        return of_table + more, (each, of_hidden)
+        (of_hidden, more), nll = jax.grad(objective, (0, 1), has_aux=True)(hidden, table)
+        return of_table + more, (nll, of_hidden)
 
-    of_table, (each, of_hidden) = _scan_chunks(one, chunk, jnp.zeros_like(table), (hidden, targets, weights))
-    return (jnp.sum(each * weights), each), (of_hidden, of_table)
+    of_table, (nll, of_hidden) = _scan_chunks(add_chunk, chunk, jnp.zeros_like(table), (hidden, targets, weights))
+    return (jnp.sum(nll * weights), nll), (of_hidden, of_table)
 
 
 def _summed_nll_backward(
@@ -189,19 +189,19 @@ def _read_head(
     return -token_losses.token_nll(logits, targets), jnp.mean(logits, axis=2)
 
 
-def _scan_chunks(one: Callable, chunk: int, carry: Tree, inputs: tuple[jax.Array, ...]) -> tuple[Tree, Tree]:
-    """Scans `one(carry, *inputs)` over chunks of positions (0: one chunk) and joins its outputs.
+def _scan_chunks(compute: Callable, chunk: int, carry: Tree, inputs: tuple[jax.Array, ...]) -> tuple[Tree, Tree]:
+    """Scans `compute(carry, *inputs)` over chunks of positions (0: one chunk) and joins its outputs.
 
     All of `inputs` and of the outputs are [b t ...]. The last chunk is padded with zeros.
     """
     length = inputs[0].shape[1]
     if not 0 < chunk < length:
-        return one(carry, *inputs)
+        return compute(carry, *inputs)
     count = -(-length // chunk)
     filled = [jnp.pad(x, ((0, 0), (0, count * chunk - length), *[(0, 0)] * (x.ndim - 2))) for x in inputs]
 
     def body(carry: Tree, number: jax.Array) -> tuple[Tree, Tree]:
-        return one(carry, *(jax.lax.dynamic_slice_in_dim(x, number * chunk, chunk, axis=1) for x in filled))
+        return compute(carry, *(jax.lax.dynamic_slice_in_dim(x, number * chunk, chunk, axis=1) for x in filled))
 
-    carry, found = jax.lax.scan(body, carry, jnp.arange(count, dtype=jnp.int32))
-    return carry, jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length], found)
+    carry, ys = jax.lax.scan(body, carry, jnp.arange(count, dtype=jnp.int32))
+    return carry, jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length], ys)

@@ -38,15 +38,15 @@ def total(
     task = fields["task"].name
     label = "" if task == "answer" else f"{task}/"
     targets, counted = fields["targets"], fields["weights"]
-    found = {"nll": token_losses.nll(logits, targets, counted)}
+    sums = {"nll": token_losses.nll(logits, targets, counted)}
     weights = {"nll": loss.ce if task == "answer" else 1.0, "kl": loss.kl}
     if needs_teacher(loss, task):
         if teacher is not None:
-            found["kl"] = token_losses.kl(teacher, logits, counted)
+            sums["kl"] = token_losses.kl(teacher, logits, counted)
         else:
             top = fields["teacher"]
-            found["kl"] = token_losses.kl_of_top(top["ids"], top["logp"], logits, counted)
-    terms = {f"{label}{key}/{name}": pair for key, pair in found.items()}
+            sums["kl"] = token_losses.kl_of_top(top["ids"], top["logp"], logits, counted)
+    terms = {f"{label}{key}/{name}": pair for key, pair in sums.items()}
     terms[f"{label}accuracy/{name}"] = token_losses.hits(logits, targets, counted)
-    objective = sum((weights[key] * pair[0] for key, pair in found.items()), jnp.zeros(()))
-    return LossTerms(objective, found["nll"][1], terms)
+    objective = sum((weights[key] * pair[0] for key, pair in sums.items()), jnp.zeros(()))
+    return LossTerms(objective, sums["nll"][1], terms)

@@ -43,12 +43,14 @@ def attention(  # noqa: PLR0913
     count = min(length // BLOCK, BLOCKS) if causal else 1
     if count < 2:
         return _attention(q, k, v, mask, bias, factors)
-    found, ends = [], [length * block // count for block in range(count + 1)]
+    blocks, ends = [], [length * block // count for block in range(count + 1)]
     for first, end in itertools.pairwise(ends):
         seen = keys - length + end
-        own = None if bias is None else bias[:, :seen]
-        found.append(_attention(q[:, first:end], k[:, :seen], v[:, :seen], mask[:, :, first:end, :seen], own, factors))
-    return jnp.concatenate(found, axis=1)
+        block_bias = None if bias is None else bias[:, :seen]
+        blocks.append(
+            _attention(q[:, first:end], k[:, :seen], v[:, :seen], mask[:, :, first:end, :seen], block_bias, factors)
+        )
+    return jnp.concatenate(blocks, axis=1)
 
 
 def _attention(  # noqa: PLR0913
@@ -78,19 +80,19 @@ def attention_behind(  # noqa: PLR0913
     packed keys are computed, so that one product serves heads of all lengths.
     """
     narrow, queries, scale = factors or q.dtype, _rows(q, k.shape[2]), q.shape[-1] ** -0.5
-    keys, values = (one.swapaxes(1, 2) for one in (k, v))
+    keys, values = (x.swapaxes(1, 2) for x in (k, v))
     seen = jnp.tile(mask, (1, 1, queries.shape[2] // mask.shape[2], 1))
     scores = jnp.where(seen, scale * multiply("bkte,bkse->bkts", queries, keys, factors=narrow), LEAST)
-    own = _partial(scores, values, narrow)
+    local = _partial(scores, values, narrow)
     rows, heads, count, width = queries.shape
     scores = scale * multiply("bte,bse->bts", queries.reshape(rows, -1, width), packed.k, factors=narrow)
     scores = (scores + packed.bias.astype(jnp.float32)[:, None]).reshape(rows, heads, count, -1)
     scores = jnp.where((packed.head[None] == jnp.arange(heads)[:, None])[None, :, None], scores, LEAST)
     before = _partial(scores.reshape(rows, 1, heads * count, -1), packed.v[:, None], narrow)
-    before = tuple(one.reshape(rows, heads, count, -1) for one in before)
-    top = jnp.maximum(own[0], before[0])
-    first, second = (jnp.exp(one[0] - top) for one in (own, before))
-    summed, out = (one * first + other * second for one, other in zip(own[1:], before[1:], strict=True))
+    before = tuple(part.reshape(rows, heads, count, -1) for part in before)
+    top = jnp.maximum(local[0], before[0])
+    first, second = (jnp.exp(part[0] - top) for part in (local, before))
+    summed, out = (a * first + b * second for a, b in zip(local[1:], before[1:], strict=True))
     return _heads((out / summed).astype(q.dtype), q.shape[1])
 
 

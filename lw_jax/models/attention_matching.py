@@ -44,15 +44,15 @@ def join(
         probe: the same of the question.
         before: tokens of the shared prefix.
     """
-    own = context["mask"] & (jnp.cumsum(context["mask"], axis=1, dtype=jnp.int32) > before)
+    is_text = context["mask"] & (jnp.cumsum(context["mask"], axis=1, dtype=jnp.int32) > before)
     ids = jnp.concatenate([context["ids"], probe["ids"], context["ids"]], axis=1)
-    asks = jnp.concatenate([probe["mask"], own], axis=1)
+    asks = jnp.concatenate([probe["mask"], is_text], axis=1)
     none = jnp.zeros_like(asks)
     return Text(
         decoder.embed(params, ids),
         jnp.concatenate([context["mask"], asks], axis=1),
-        jnp.concatenate([context["mask"] & ~own, none], axis=1),
-        jnp.concatenate([own, none], axis=1),
+        jnp.concatenate([context["mask"] & ~is_text, none], axis=1),
+        jnp.concatenate([is_text, none], axis=1),
         asks,
     )
 
@@ -97,7 +97,7 @@ def _match(  # noqa: PLR0913
 ) -> tuple[jax.Array, jax.Array]:
     """Returns one layer's kept keys, not turned, and their values [b m k e]."""
     q, k, v, attend, _ = layer
-    keys, values = (one.astype(jnp.float32).swapaxes(1, 2) for one in (k, v))  # [b k t e]
+    keys, values = (x.astype(jnp.float32).swapaxes(1, 2) for x in (k, v))  # [b k t e]
     asking = text.asks.shape[1]
     queries = by_head(q[:, -asking:].astype(jnp.float32), k.shape[2]) * cfg.head_dim**-0.5  # [b k g q e]
     seen = attend[:, :, None, -asking:]
@@ -109,27 +109,25 @@ def _match(  # noqa: PLR0913
     whole = jnp.where(seen, jnp.exp(scores - top), 0.0)
     counts = text.asks[:, None, None, :, None].astype(jnp.float32)
     share = counts * whole / jnp.maximum(whole.sum(axis=-1, keepdims=True), TINY)
-    wanted = jnp.einsum("bkgqt,bkte->bkgqe", share, values)
+    out = jnp.einsum("bkgqt,bkte->bkgqe", share, values)
 
     importance = jnp.where(text.context[:, None], jnp.square(share).sum(axis=(2, 3)), -jnp.inf)
     chosen = jax.lax.top_k(importance, kept.shape[1])[1]  # [b k m]
-    keys_kept, values_kept = (jnp.take_along_axis(one, chosen[..., None], axis=2) for one in (keys, values))
-    own = jnp.take_along_axis(whole, chosen[:, :, None, None], axis=-1)
-    own = jnp.where(kept[:, None, None, None], own, 0.0)
+    keys_kept, values_kept = (jnp.take_along_axis(x, chosen[..., None], axis=2) for x in (keys, values))
+    p_kept = jnp.take_along_axis(whole, chosen[:, :, None, None], axis=-1)
+    p_kept = jnp.where(kept[:, None, None, None], p_kept, 0.0)
 
-    rest = jnp.where(seen & ~text.context[:, None, None, None], jnp.exp(near - top), 0.0)
-    scale = counts / jnp.maximum(rest.sum(axis=-1, keepdims=True) + own.sum(axis=-1, keepdims=True), TINY)
-    own, rest = own * scale, rest * scale
-    missing = wanted - jnp.einsum("bkgqt,bkte->bkgqe", rest, values) - jnp.einsum("bkgqm,bkme->bkgqe", own, values_kept)
-    values_kept = values_kept + _ridge(own, missing, kept.sum(axis=1))
+    p_near = jnp.where(seen & ~text.context[:, None, None, None], jnp.exp(near - top), 0.0)
+    scale = counts / jnp.maximum(p_near.sum(axis=-1, keepdims=True) + p_kept.sum(axis=-1, keepdims=True), TINY)
+    p_kept, p_near = p_kept * scale, p_near * scale
+    error = out - jnp.einsum("bkgqt,bkte->bkgqe", p_near, values) - jnp.einsum("bkgqm,bkme->bkgqe", p_kept, values_kept)
+    values_kept = values_kept + _ridge(p_kept, error, kept.sum(axis=1))
 
     # A slot's position turns a key: turned back by as much, it stands where it stood, seen from what follows.
     slot = text.before.sum(axis=1, keepdims=True, dtype=jnp.int32) + jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1
     keys_kept = _turn(cfg, keys_kept, -(slot + gone), stored=True)
     shown = kept[:, :, None, None]
-    keys_kept, values_kept = (
-        jnp.where(shown, one.swapaxes(1, 2), 0.0).astype(k.dtype) for one in (keys_kept, values_kept)
-    )
+    keys_kept, values_kept = (jnp.where(shown, x.swapaxes(1, 2), 0.0).astype(k.dtype) for x in (keys_kept, values_kept))
     return keys_kept, values_kept
 
 

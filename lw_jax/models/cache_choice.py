@@ -67,16 +67,16 @@ def read_twice(  # noqa: PLR0913  (as `decoder.forward`)
         UserError: for a reader whose attention does not reach from the end of the repetition to the text's beginning.
     """
     rows, length, _ = x.shape
-    start, asked = 0 if shared_prefix is None else shared_prefix.x.shape[1], again.x.shape[1]
+    start, ask_length = 0 if shared_prefix is None else shared_prefix.x.shape[1], again.x.shape[1]
     pieces = _pieces(x, block), _pieces(mask, block)
     # The request and the repetition are one text, as each piece reads all weights; the repetition alone asks for keys.
     request = decoder.repeat(again.mask, rows)
     repetition = tuple(
-        _pieces(jnp.concatenate(both, axis=1), block)
-        for both in ((decoder.repeat(again.x, rows), x), (request, mask), (jnp.zeros_like(request), mask))
+        _pieces(jnp.concatenate(pair, axis=1), block)
+        for pair in ((decoder.repeat(again.x, rows), x), (request, mask), (jnp.zeros_like(request), mask))
     )
-    size = start + sum(read[1].shape[0] * read[1].shape[2] for read in (pieces, repetition))
-    if cfg.window and (positions := start + 2 * length + asked) > cfg.window:
+    size = start + sum(parts[1].shape[0] * parts[1].shape[2] for parts in (pieces, repetition))
+    if cfg.window and (positions := start + 2 * length + ask_length) > cfg.window:
         raise UserError(
             f"config.encoder.kind='cache': a text is read twice, {positions:,} positions, the reader attends to "
             f"{cfg.window:,}; shorten the text (config.data.context_tokens), or choose another reader"
@@ -93,8 +93,8 @@ def read_twice(  # noqa: PLR0913  (as `decoder.forward`)
         cache, best, power = carry
         x, mask, asks = piece
         visit = functools.partial(_pay, slice(start, start + length), asks, mode.factors)
-        (own, *queries), cache = decoder.visit_attention(params, cfg, x, mask=mask, visit=visit, cache=cache, mode=mode)
-        carry = (cache, jnp.maximum(best, own[0]), power + own[1])
+        (pay, *queries), cache = decoder.visit_attention(params, cfg, x, mask=mask, visit=visit, cache=cache, mode=mode)
+        carry = (cache, jnp.maximum(best, pay[0]), power + pay[1])
         return carry, tuple(queries) if keep_queries else None
 
     none = jnp.zeros((cfg.layers, rows, length, cfg.kv_heads))
@@ -103,8 +103,8 @@ def read_twice(  # noqa: PLR0913  (as `decoder.forward`)
     if queries is None:
         return Reading(text, best, power, None)
     # [n l b block ...] -> [l b t ...]
-    whole = (jnp.moveaxis(one, 0, 2).reshape(*one.shape[1:3], -1, *one.shape[4:]) for one in queries)
-    whole = (one[:, :, asked : asked + length] for one in whole)
+    whole = (jnp.moveaxis(leaf, 0, 2).reshape(*leaf.shape[1:3], -1, *leaf.shape[4:]) for leaf in queries)
+    whole = (leaf[:, :, ask_length : ask_length + length] for leaf in whole)
     return Reading(text, best, power, Queries(*whole))
 
 
@@ -205,22 +205,22 @@ def fit(  # noqa: PLR0913
     turned = decoder.rotate_keys(cfg, text, seen=seen)
     heard = turned if sent is None else decoder.rotate_keys(cfg, text._replace(k=keys), seen=seen)
 
-    def head(most: int, layer: jax.Array, own: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def head(most: int, layer: jax.Array, kv_head: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         q, total = (
-            jax.lax.dynamic_slice_in_dim(one[layer], own * group, group, axis=2) for one in (queries.q, queries.total)
+            jax.lax.dynamic_slice_in_dim(x[layer], kv_head * group, group, axis=2) for x in (queries.q, queries.total)
         )
-        chosen = kept[layer, :, :, own]
+        chosen = kept[layer, :, :, kv_head]
         places = jnp.argsort(~chosen, axis=1)[:, :most]  # stable: the kept ones in their order
         real = jnp.take_along_axis(chosen, places, axis=1)
-        k, v, all_k, all_v = (one[layer, :, :, own] for one in (heard, values, turned, text.v))
-        k, v = (jnp.take_along_axis(one, places[..., None], axis=1) for one in (k, v))
+        k, v, all_k, all_v = (x[layer, :, :, kv_head] for x in (heard, values, turned, text.v))
+        k, v = (jnp.take_along_axis(x, places[..., None], axis=1) for x in (k, v))
         return places, *_fit_head(q, total, all_k, all_v, k, v, real, mask=text.mask, block=block)
 
     def heads(most: int, fitted: tuple[jax.Array, jax.Array], numbers: jax.Array) -> tuple[tuple, None]:
-        layer, own = numbers[:, 0, None, None], numbers[:, 1, None, None]
-        places, *found = jax.vmap(functools.partial(head, most))(*numbers.T)
-        at = layer, jnp.arange(places.shape[1], dtype=jnp.int32)[None, :, None], places, own
-        return tuple(whole.at[at].set(new.astype(whole.dtype)) for whole, new in zip(fitted, found, strict=True)), None
+        layer, kv_head = numbers[:, 0, None, None], numbers[:, 1, None, None]
+        places, *updates = jax.vmap(functools.partial(head, most))(*numbers.T)
+        index = layer, jnp.arange(places.shape[1], dtype=jnp.int32)[None, :, None], places, kv_head
+        return tuple(old.at[index].set(new.astype(old.dtype)) for old, new in zip(fitted, updates, strict=True)), None
 
     fitted = jnp.zeros(values.shape, values.dtype), jnp.zeros(kept.shape)
     for most, numbers in _alike(sizes, kept.shape[2]).items():
@@ -237,14 +237,14 @@ def _batches(numbers: list[tuple[int, int]], count: int) -> Int[Array, "n k 2"]:
 
 def _alike(sizes: Sizes, length: int) -> dict[int, list[tuple[int, int]]]:
     """Returns (layer, head) by the least of length, length / 2, length / 4 ... that holds the keys of the head."""
-    found: dict[int, list[tuple[int, int]]] = {}
+    groups: dict[int, list[tuple[int, int]]] = {}
     for layer, row in enumerate(sizes):
         for head, size in enumerate(row):
             most = length
             while most > LEAST_KEYS and -(-most // 2) >= size:
                 most = -(-most // 2)
-            found.setdefault(most, []).append((layer, head))
-    return found
+            groups.setdefault(most, []).append((layer, head))
+    return groups
 
 
 def _fit_head(  # noqa: PLR0913
@@ -260,29 +260,29 @@ def _fit_head(  # noqa: PLR0913
     block: int,
 ) -> tuple[Float[Array, "b m e"], Float[Array, "b m"]]:
     """Returns the values and biases of one head's kept keys; keys are turned. See `fit`."""
-    keys, values, keys_sent, around = (one.astype(jnp.float32) for one in (keys, values, keys_sent, values_sent))
+    keys, values, keys_sent, around = (x.astype(jnp.float32) for x in (keys, values, keys_sent, values_sent))
     queries = q.astype(jnp.float32) * q.shape[-1] ** -0.5
-    pieces = tuple(_pieces(one, block) for one in (queries, total, mask))
+    pieces = tuple(_pieces(x, block) for x in (queries, total, mask))
 
     def shares(piece: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns queries' shares of attention to the text, their sum, and those of the kept keys as sent."""
         queries, total, asks = piece[0], piece[1].swapaxes(1, 2)[..., None], piece[2][:, None, :, None]
-        exact, own = (jnp.einsum("bqge,bte->bgqt", queries, one) - total for one in (keys, keys_sent))
+        exact, as_sent = (jnp.einsum("bqge,bte->bgqt", queries, x) - total for x in (keys, keys_sent))
         exact = jnp.where(asks & mask[:, None, None], jnp.exp(exact), 0.0)
-        own = jnp.where(asks & kept[:, None, None], jnp.exp(jnp.minimum(own, _LOUDEST)), 0.0)
-        return exact, exact.sum(axis=-1, keepdims=True), own
+        as_sent = jnp.where(asks & kept[:, None, None], jnp.exp(jnp.minimum(as_sent, _LOUDEST)), 0.0)
+        return exact, exact.sum(axis=-1, keepdims=True), as_sent
 
     def of_mass(piece: tuple) -> tuple[jax.Array, jax.Array]:
-        _, mass, own = shares(piece)
-        relative = own / jnp.maximum(mass, _FAINTEST)
+        _, mass, as_sent = shares(piece)
+        relative = as_sent / jnp.maximum(mass, _FAINTEST)
         return jnp.einsum("bgqm,bgqn->bmn", relative, relative), relative.sum(axis=(1, 2))
 
     def of_outputs(piece: tuple, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-        exact, mass, own = shares(piece)
-        own = own * weight[:, None, None]
-        own = own / jnp.maximum(own.sum(axis=-1, keepdims=True) + 1.0 - mass, _FAINTEST)
-        missing = jnp.einsum("bgqt,bte->bgqe", exact, values) - jnp.einsum("bgqm,bme->bgqe", own, around)
-        return jnp.einsum("bgqm,bgqn->bmn", own, own), jnp.einsum("bgqm,bgqe->bme", own, missing)
+        exact, mass, as_sent = shares(piece)
+        as_sent = as_sent * weight[:, None, None]
+        as_sent = as_sent / jnp.maximum(as_sent.sum(axis=-1, keepdims=True) + 1.0 - mass, _FAINTEST)
+        missing = jnp.einsum("bgqt,bte->bgqe", exact, values) - jnp.einsum("bgqm,bme->bgqe", as_sent, around)
+        return jnp.einsum("bgqm,bgqn->bmn", as_sent, as_sent), jnp.einsum("bgqm,bgqe->bme", as_sent, missing)
 
     with jax.default_matmul_precision("highest"):
         count = kept.sum(axis=1, dtype=jnp.int32)
@@ -325,6 +325,6 @@ def _pieces(x: Shaped[Array, "b t ..."], block: int) -> Shaped[Array, "n b q ...
 
 def _sum(terms: Callable[[tuple], tuple], pieces: tuple) -> tuple:
     """Returns the sum of the terms of all pieces, one piece's in memory at a time."""
-    shapes = jax.eval_shape(terms, jax.tree.map(lambda one: one[0], pieces))
-    empty = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes)
+    shapes = jax.eval_shape(terms, jax.tree.map(lambda leaf: leaf[0], pieces))
+    empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     return jax.lax.scan(lambda total, piece: (jax.tree.map(jnp.add, total, terms(piece)), None), empty, pieces)[0]

@@ -159,13 +159,13 @@ def fit_code(
 def fit_basis(chunks: Chunks, mean: Float[Array, "2 l k e"], scale: Float[Array, "2 l"], width: int) -> Code:
     """Returns the code of this mean and scale whose `width` numbers explain most of the states of two sweeps."""
     with jax.default_matmul_precision("highest"):
-        found = jax.random.normal(jax.random.key(0), (mean.size, min(width + MORE, mean.size)))
+        products = jax.random.normal(jax.random.key(0), (mean.size, min(width + MORE, mean.size)))
         for _ in range(2):
-            basis = jnp.linalg.qr(found)[0]
-            found = jnp.zeros_like(basis)
+            basis = jnp.linalg.qr(products)[0]
+            products = jnp.zeros_like(basis)
             for y, real in chunks():
-                found = _add_products(found, y, real, mean, scale, basis)
-        return Code(mean, scale, _nystroem(basis, found)[:, :width].T)
+                products = _add_products(products, y, real, mean, scale, basis)
+        return Code(mean, scale, _nystroem(basis, products)[:, :width].T)
 
 
 def fill(
@@ -226,16 +226,16 @@ def _add_moments(
     before, mean, squares = moments
     y, marks = y.astype(jnp.float32), real.astype(jnp.float32)[:, None]
     new = marks.sum()
-    own = (y * marks).sum(axis=0) / jnp.maximum(new, 1.0)
-    apart = own - mean
+    chunk_mean = (y * marks).sum(axis=0) / jnp.maximum(new, 1.0)
+    apart = chunk_mean - mean
     part = new / jnp.maximum(before + new, 1.0)
-    added = jnp.square((y - own[None]) * marks).sum(axis=0) + jnp.square(apart) * before * part
+    added = jnp.square((y - chunk_mean[None]) * marks).sum(axis=0) + jnp.square(apart) * before * part
     return before + new, mean + apart * part, squares + added.reshape(*squares.shape, -1).sum(axis=2)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _add_products(  # noqa: PLR0913
-    found: Float[Array, "n p"],
+    products: Float[Array, "n p"],
     y: Float[Array, "r n"],
     real: Bool[Array, " r"],
     mean: Float[Array, "2 l k e"],
@@ -245,7 +245,7 @@ def _add_products(  # noqa: PLR0913
     """Returns the states' second moments x basis with a chunk's share."""
     y = (y.astype(jnp.float32) - mean.reshape(1, -1)) / _by_value(scale, mean)[None]
     y = jnp.where(real[:, None], y, 0.0)
-    return found + y.T @ (y @ basis)
+    return products + y.T @ (y @ basis)
 
 
 def _nystroem(basis: Float[Array, "n p"], products: Float[Array, "n p"]) -> Float[Array, "n p"]:

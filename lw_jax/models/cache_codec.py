@@ -89,7 +89,7 @@ def fit_statistics(numbers: Int[np.ndarray, "n w"], step: float) -> Statistics:
 def bits(statistics: Statistics, numbers: Int[np.ndarray, "n w"]) -> float:
     """Returns the bits that the integers of some tokens take, by the shares that `_tail_table` rounds."""
     width = numbers.shape[1]
-    lengths = _lengths(*(one[:width].astype(np.int64) for one in statistics[1:]))
+    lengths = _lengths(*(shares[:width].astype(np.int64) for shares in statistics[1:]))
     columns = lengths.shape[1]
     sizes = np.minimum(np.abs(np.asarray(numbers, np.int32)), columns - 1)
     counts = np.bincount((sizes + columns * np.arange(width)).ravel(), minlength=lengths.size)
@@ -126,18 +126,18 @@ def find_step(
         UserError: where not even the largest step is so short.
     """
     low, high = between
-    step, found = high, None
-    while found is None or high > (1 + STEP_TOLERANCE) * low:
+    step, best = high, None
+    while best is None or high > (1 + STEP_TOLERANCE) * low:
         numbers = integers(step)
         statistics = fit_statistics(numbers, step)
         if bits(statistics, numbers) <= 8 * bytes_a_token * len(numbers):
-            high, found = step, statistics
-        elif found is None:
+            high, best = step, statistics
+        elif best is None:
             raise UserError(f"{bytes_a_token:g} bytes a token: steps of {high:g} take more; allow more or send less")
         else:
             low = step
         step = float(np.float32(math.sqrt(low * high)))
-    return found
+    return best
 
 
 def fingerprint(code: Iterable[np.ndarray], rates: Sequence[Statistics], tables: Mapping[int, np.ndarray]) -> str:
@@ -153,8 +153,8 @@ def pack(sections: Sequence[tuple[Coding, Section]], *, writer: str) -> bytes:
     """Returns the message of a text for the readers with these codes. `writer`: a fingerprint, 16 hex digits."""
     names = [_digits("fingerprint of a reader's code", coding.fingerprint) for coding, _ in sections]
     if not sections or len(set(names)) < len(names) or len(names) > 255:
-        raise UserError(f"a message for readers {[one.hex() for one in names]}: it needs 1 to 255, each once")
-    parts = [_pack_section(*one) for one in sections]
+        raise UserError(f"a message for readers {[name.hex() for name in names]}: it needs 1 to 255, each once")
+    parts = [_pack_section(*pair) for pair in sections]
     entries = b"".join(_ENTRY.pack(name, len(part)) for name, part in zip(names, parts, strict=True))
     body = entries + b"".join(parts)
     head = (MAGIC, VERSION, len(parts), _digits("writer", writer))
@@ -232,15 +232,15 @@ def _pack_section(coding: Coding, section: Section) -> bytes:
 
 
 def _unpack_section(coding: Coding, part: bytes) -> Section:
-    head, rest = part[: _HEAD.size], part[_HEAD.size :]
+    head, body = part[: _HEAD.size], part[_HEAD.size :]
     tokens, width, step, count = _HEAD.unpack(head.ljust(_HEAD.size, b"\0"))
-    ratios, with_biases = tuple(rest[: 2 * count : 2]), np.flatnonzero(list(rest[1 : 2 * count : 2]))
+    ratios, with_biases = tuple(body[: 2 * count : 2]), np.flatnonzero(list(body[1 : 2 * count : 2]))
     statistics = _find_rate(coding, step)
     _check_sizes(coding, statistics, (tokens, width), ratios)
-    rest = rest[2 * count :]
-    shares = [rest[_BIAS_LEVELS * i :][:_BIAS_LEVELS] for i in range(len(with_biases))]
-    words = rest[_BIAS_LEVELS * len(shares) :]
-    if len(rest) < _BIAS_LEVELS * len(shares) or not all(map(any, shares)) or len(words) % 4 or words[-4:] == bytes(4):
+    body = body[2 * count :]
+    shares = [body[_BIAS_LEVELS * i :][:_BIAS_LEVELS] for i in range(len(with_biases))]
+    words = body[_BIAS_LEVELS * len(shares) :]
+    if len(body) < _BIAS_LEVELS * len(shares) or not all(map(any, shares)) or len(words) % 4 or words[-4:] == bytes(4):
         raise UserError(f"message with a section of {len(part)} bytes, not its coder's: {_WRONG}")
     coder = _coders().stack.AnsCoder(np.frombuffer(words, "<u4").astype(np.uint32))
     levels, biases = Section._field_defaults["levels"], {}
@@ -249,10 +249,10 @@ def _unpack_section(coding: Coding, part: bytes) -> Section:
         levels = np.empty((layers, tokens, heads), np.uint8)
         for place, model in enumerate(_level_models(coding, ratios)):
             levels[place // heads, :, place % heads] = coder.decode(model, tokens)
-        for place, own in zip(with_biases, shares, strict=True):
-            here = levels > place
-            biases[ratios[place]] = bias = np.zeros(here.shape, np.float32)
-            bias[here] = (coder.decode(_as_model(_scale(own)), int(here.sum())) + BIASES[0]) * np.float32(BIAS)
+        for place, table in zip(with_biases, shares, strict=True):
+            kept = levels > place
+            biases[ratios[place]] = bias = np.zeros(kept.shape, np.float32)
+            bias[kept] = (coder.decode(_as_model(_scale(table)), int(kept.sum())) + BIASES[0]) * np.float32(BIAS)
     numbers, beyond = np.empty((width, tokens), np.int16), _coders().model.Uniform(2 * LARGEST + 1)
     for column, pair in zip(numbers, _pairs(statistics), strict=False):
         size, model = _tail_model(*pair)
@@ -280,7 +280,7 @@ def _find_rate(coding: Coding, step: float) -> Statistics:
     for statistics in coding.rates:
         if np.float32(statistics.step) == np.float32(step):
             return statistics
-    known = ", ".join(f"{one.step:g}" for one in coding.rates)
+    known = ", ".join(f"{rate.step:g}" for rate in coding.rates)
     raise UserError(f"message in steps of {step:g}, the reader's code has {known}: write its text with this code")
 
 
@@ -297,11 +297,11 @@ def _check_sizes(coding: Coding, statistics: Statistics, shape: tuple[int, ...],
         )
 
 
-def _digits(what: str, digits: str) -> bytes:
-    found = bytes.fromhex(digits)
-    if len(found) != 8:
-        raise UserError(f"{what} {digits!r}: 16 hex digits are needed")
-    return found
+def _digits(label: str, digits: str) -> bytes:
+    raw = bytes.fromhex(digits)
+    if len(raw) != 8:
+        raise UserError(f"{label} {digits!r}: 16 hex digits are needed")
+    return raw
 
 
 def _pairs(statistics: Statistics) -> Iterator[tuple[int, int]]:
@@ -350,7 +350,7 @@ def _level_models(coding: Coding, ratios: tuple[int, ...]) -> Iterator[object]:
     shares = [np.rint(np.asarray(coding.tables[ratio], np.float64) * _PARTS).astype(np.int64) for ratio in ratios]
     bounds = np.stack([np.full_like(shares[0], _PARTS), *shares, np.zeros_like(shares[0])])
     parts = np.maximum(bounds[:-1] - bounds[1:], 0) + _PARTS // 1024  # a text may differ from the table
-    return (_as_model(_scale(own)) for own in parts.reshape(len(parts), -1).T.tolist())
+    return (_as_model(_scale(row)) for row in parts.reshape(len(parts), -1).T.tolist())
 
 
 def _byte_shares(counts: Int[np.ndarray, " s"]) -> bytes:

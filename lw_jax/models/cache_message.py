@@ -109,9 +109,9 @@ def encode(  # noqa: PLR0913
     z = solve(params, want(cfg, reading, kept[0], seen=seen, sizes=sizes), step, factors)
     numbers = jnp.rint(z / step[:, None, None]).astype(jnp.int32)
     if sizes is None:
-        return [Sent(numbers, one, jnp.zeros(one.shape), step) for one in kept]
+        return [Sent(numbers, choice, jnp.zeros(choice.shape), step) for choice in kept]
     fit = functools.partial(fit_biases, cfg, params, reading, seen=seen, sizes=sizes)
-    return [Sent(numbers, one, fit(one, numbers, step), step) for one in kept]
+    return [Sent(numbers, choice, fit(choice, numbers, step), step) for choice in kept]
 
 
 def fit_biases(  # noqa: PLR0913
@@ -178,7 +178,7 @@ def _code(params: Tree) -> Code:
 def coding_of(params: Tree) -> Coding:
     """Returns what the bytes of a message for this reader are coded with."""
     host = {name: np.asarray(leaf) for name, leaf in params.items()}
-    by_step = {one.step: one for one in (statistics_of(host, ratio) for ratio in range(1, RATIOS + 1))}
+    by_step = {rate.step: rate for rate in (statistics_of(host, ratio) for ratio in range(1, RATIOS + 1))}
     rates = tuple(by_step.values())
     tables = {ratio: host["tables"][ratio - 1] for ratio in range(1, RATIOS + 1)}
     code = (host[name] for name in ("mean", "scale", "basis"))
@@ -194,7 +194,7 @@ def statistics_of(params: Mapping[str, Any], ratio: int) -> Statistics:
 def rows_of(sent: Sent) -> list[Sent]:
     """Returns messages of several rows as messages of one row each."""
     rows = (slice(i, i + 1) for i in range(len(sent.step)))
-    return [Sent(sent.numbers[at], sent.kept[:, at], sent.bias[:, at], sent.step[at]) for at in rows]
+    return [Sent(sent.numbers[row], sent.kept[:, row], sent.bias[:, row], sent.step[row]) for row in rows]
 
 
 def to_section(sent: Mapping[int, Sent], length: int) -> Section:
@@ -209,10 +209,10 @@ def to_section(sent: Mapping[int, Sent], length: int) -> Section:
 
 def of_section(section: Section, width: int, columns: int, ratio: int) -> tuple[Sent, Bool[np.ndarray, "1 t"]]:
     """Returns a section at one of its ratios as a message of one row of `columns` tokens, and its mask."""
-    length, own = section.numbers.shape
-    rest = columns - length
-    numbers = np.pad(section.numbers.astype(np.int32), ((0, rest), (0, width - own)))[None]
-    around = ((0, 0), (0, rest), (0, 0))
+    length, count = section.numbers.shape
+    padding = columns - length
+    numbers = np.pad(section.numbers.astype(np.int32), ((0, padding), (0, width - count)))[None]
+    around = ((0, 0), (0, padding), (0, 0))
     kept = np.pad(section.levels > section.ratios.index(ratio), around)[:, None]
     bias = section.biases.get(ratio, np.zeros(section.levels.shape, np.float32))
     step = np.full(1, section.step, np.float32)

@@ -151,10 +151,10 @@ def send(
     arrived = jnp.full_like(fixed, jnp.nan)
     for width, bit in dict.fromkeys(choices):
         chosen = ((widths == width) & (bits == bit))[:, None, None]
-        one = fixed
+        quantised = fixed
         if bit < 16:
-            one = jnp.pad(quantise(fixed[..., :width], bit), ((0, 0), (0, 0), (0, latents.shape[2] - width)))
-        arrived = jnp.where(chosen, one, arrived)
+            quantised = jnp.pad(quantise(fixed[..., :width], bit), ((0, 0), (0, 0), (0, latents.shape[2] - width)))
+        arrived = jnp.where(chosen, quantised, arrived)
     return cut + (arrived - fixed)
 
 
@@ -184,9 +184,9 @@ def levels(bits: int) -> np.ndarray:
     half = 2 ** (bits - 1)
     # The best density of levels is that of N(0, 3) where there are many (Panter and Dite 1951).
     start = statistics.NormalDist(0.0, math.sqrt(3.0))
-    found = np.array([start.inv_cdf(0.5 + (i + 0.5) / (2 * half)) for i in range(half)])
+    points = np.array([start.inv_cdf(0.5 + (i + 0.5) / (2 * half)) for i in range(half)])
     for _ in range(100):
-        middles = (found[1:] + found[:-1]) / 2
+        middles = (points[1:] + points[:-1]) / 2
         low = np.append(0.0, middles)
         tail = np.array([math.erfc(x / math.sqrt(2)) / 2 for x in low] + [0.0])
         mass = tail[:-1] - tail[1:]
@@ -196,11 +196,11 @@ def levels(bits: int) -> np.ndarray:
         below = density[1:] * (mean[1:] - middles) / mass[1:] / 2
         above = density[1:] * (middles - mean[:-1]) / mass[:-1] / 2
         slope = np.diag(np.append(0.0, below) + np.append(above, 0.0)) + np.diag(below, -1) + np.diag(above, 1)
-        step = np.linalg.solve(np.eye(half) - slope, mean - found)
-        found = found + step
+        step = np.linalg.solve(np.eye(half) - slope, mean - points)
+        points = points + step
         if np.abs(step).max() < 1e-12:
             break
-    table = np.round(np.concatenate([-found[::-1], found]), 6).astype(np.float32)
+    table = np.round(np.concatenate([-points[::-1], points]), 6).astype(np.float32)
     table.flags.writeable = False
     return table
 

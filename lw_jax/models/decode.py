@@ -219,21 +219,21 @@ def _advance_or_reread(
     """
     assert isinstance(cfg.rope_scaling, rotary.LongRope)
     cache, text = carry
-    x, at = decoder.embed(params, token[:, None]), cache.used
-    text = jax.lax.dynamic_update_slice_in_dim(text, x, at, axis=1)
+    x, used = decoder.embed(params, token[:, None]), cache.used
+    text = jax.lax.dynamic_update_slice_in_dim(text, x, used, axis=1)
 
     def reread() -> tuple[jax.Array, decoder.Cache]:
-        valid = jax.lax.dynamic_update_slice_in_dim(cache.valid, going[:, None], at, axis=1)
-        empty = cache._replace(valid=jnp.zeros_like(valid), used=jnp.zeros_like(at))
+        valid = jax.lax.dynamic_update_slice_in_dim(cache.valid, going[:, None], used, axis=1)
+        empty = cache._replace(valid=jnp.zeros_like(valid), used=jnp.zeros_like(used))
         hidden, read = decoder.extend(params, cfg, text, mask=valid, cache=empty, mode=mode)
-        hidden = jax.lax.dynamic_slice_in_dim(hidden, at, 1, axis=1)
-        return hidden, read._replace(used=at + 1)  # later slots hold no real token and are overwritten
+        hidden = jax.lax.dynamic_slice_in_dim(hidden, used, 1, axis=1)
+        return hidden, read._replace(used=used + 1)  # later slots hold no real token and are overwritten
 
-    def one() -> tuple[jax.Array, decoder.Cache]:
+    def advance() -> tuple[jax.Array, decoder.Cache]:
         return decoder.extend(params, cfg, x, mask=going[:, None], cache=cache, mode=mode)
 
     outgrown = going & (cache.valid.sum(axis=1, dtype=jnp.int32) == cfg.rope_scaling.original_max_positions)
-    hidden, cache = jax.lax.cond(jnp.any(outgrown), reread, one)
+    hidden, cache = jax.lax.cond(jnp.any(outgrown), reread, advance)
     return decoder.logits(params, hidden)[:, 0], (cache, text)
 
 

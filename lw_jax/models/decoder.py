@@ -246,16 +246,16 @@ def forward(  # noqa: PLR0913  (a pass over whole texts; four of them have one m
     layer = _checkpointed(cfg, _share(cfg, mask, _find_past(mask, shared_prefix, kv_prefix), mode, segments), mode)
     prefix_layer = None
     if shared_prefix is not None:
-        own = _share(cfg, shared_prefix.mask, _find_past(shared_prefix.mask), mode)
-        prefix_layer = functools.partial(_layer, cfg, own)
+        shared = _share(cfg, shared_prefix.mask, _find_past(shared_prefix.mask), mode)
+        prefix_layer = functools.partial(_layer, cfg, shared)
 
     def body(carry, inputs):
         x, mixed, prefix = carry
         weights, share, slots, bias = inputs
         before = () if slots is None else (slots,)
         if prefix_layer is not None:
-            prefix, own = prefix_layer(prefix, weights, ())
-            before = (own, *before)
+            prefix, prefix_kv = prefix_layer(prefix, weights, ())
+            before = (prefix_kv, *before)
         x = mode.constrain(x)
         if share is not None:
             mixed = mixed + weigh(x, share, cfg.norm_eps)
@@ -315,8 +315,8 @@ def _run_apart(
     for number, weights in enumerate(layers):
         bias = None if cache.bias is None else cache.bias[number]
         packed = None if cache.packed is None else cache.packed.of_layer(jnp.int32(number))
-        own = _LayerCache(cache.k[number], cache.v[number])
-        x, pair = layer(mode.constrain(x), weights, own, bias, packed)
+        layer_cache = _LayerCache(cache.k[number], cache.v[number])
+        x, pair = layer(mode.constrain(x), weights, layer_cache, bias, packed)
         written.append(pair)
     return x, tuple(zip(*written, strict=True))
 
@@ -372,19 +372,19 @@ def visit_attention(  # noqa: PLR0913  (as `forward`)
         h = _normalise(cfg, x, weights, "attn_norm")
         q = rotary.rotate(projections.apply(h, from_bits(weights), "q", shared.factors), shared.cos, shared.sin)
         layer_cache = () if kv is None else _LayerCache(kv[0], kv[1], number)
-        x, own = _layer(cfg, shared, mode.constrain(x), weights, layer_cache)
+        x, new_kv = _layer(cfg, shared, mode.constrain(x), weights, layer_cache)
         if kv is None:
-            return (x, None), visit(Attended(q, *own, shared.attend, x))
-        k, v = (jax.lax.dynamic_index_in_dim(one, number, 0, False) for one in own)
-        return (x, own), visit(Attended(q, k, v, shared.attend, x))
+            return (x, None), visit(Attended(q, *new_kv, shared.attend, x))
+        k, v = (jax.lax.dynamic_index_in_dim(stack, number, 0, False) for stack in new_kv)
+        return (x, new_kv), visit(Attended(q, k, v, shared.attend, x))
 
     numbers = jnp.arange(cfg.layers, dtype=jnp.int32)
     kv = None if cache is None else (cache.k, cache.v)
-    (_, kv), found = jax.lax.scan(body, (x, kv), (params["layers"], numbers))
+    (_, kv), results = jax.lax.scan(body, (x, kv), (params["layers"], numbers))
     if cache is not None:
         assert kv is not None, "a cache was given"
         cache = cache._replace(k=kv[0], v=kv[1], used=cache.used + x.shape[1])
-    return found, cache
+    return results, cache
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -578,16 +578,16 @@ def _layer(  # noqa: PLR0913  (what stands before x is one of three)
     q = rotary.rotate(linear(inputs[0], name="q"), shared.cos, shared.sin)
     k = rotary.rotate(linear(inputs[1], name="k"), shared.cos, shared.sin)
     v = linear(inputs[2], name="v")
-    own = (k, v)
+    new_kv = (k, v)
     if isinstance(kv, _LayerCache):
         assert shared.used is not None, "a cache knows its used slots"
         number = kv.number
-        own = (_write(kv.k, k, number, shared.used), _write(kv.v, v, number, shared.used))
-        k, v = own if number is None else (jax.lax.dynamic_index_in_dim(one, number, 0, False) for one in own)
+        new_kv = (_write(kv.k, k, number, shared.used), _write(kv.v, v, number, shared.used))
+        k, v = new_kv if number is None else (jax.lax.dynamic_index_in_dim(stack, number, 0, False) for stack in new_kv)
     elif kv:
         k, v = (
-            jnp.concatenate([*(repeat(one, len(x)) for one in before), new], axis=1)
-            for *before, new in zip(*kv, own, strict=True)
+            jnp.concatenate([*(repeat(array, len(x)) for array in before), new], axis=1)
+            for *before, new in zip(*kv, new_kv, strict=True)
         )
     if packed is None:
         settings = {"factors": shared.factors, "causal": shared.causal}
@@ -598,4 +598,4 @@ def _layer(  # noqa: PLR0913  (what stands before x is one of three)
     x = x + linear(save(attended, shared.factors), name="o")
     h = _normalise(cfg, x, weights, "mlp_norm")
     gated = jax.nn.silu(linear(h, name="gate")) * linear(h, name="up")
-    return x + linear(gated, name="down"), own
+    return x + linear(gated, name="down"), new_kv

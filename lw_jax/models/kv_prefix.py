@@ -93,13 +93,13 @@ def pack(  # noqa: PLR0913
         order = jnp.argsort(bias <= LEAST, axis=1)  # stable: the kept ones in their order
         places = jax.vmap(lambda order: order[rank, head])(order)
         # What stands behind a layer's keys is filling, over which the next layer's are written.
-        found = (jax.vmap(lambda x, at: x[at, head])(x, places) for x in (rotary.rotate(k, *angles), v, bias))
-        pairs = zip(packed, found, strict=True)
+        gathered = (jax.vmap(lambda x, index: x[index, head])(x, places) for x in (rotary.rotate(k, *angles), v, bias))
+        pairs = zip(packed, gathered, strict=True)
         return tuple(jax.lax.dynamic_update_slice_in_dim(*pair, first, axis=1) for pair in pairs), None
 
-    kind = jax.eval_shape(take, jnp.int32(0))[0]
+    spec = jax.eval_shape(take, jnp.int32(0))[0]
     room = len(mask), int(by_layer.sum()) + most
-    none = (jnp.zeros((*room, cfg.head_dim), kind.dtype),) * 2 + (jnp.full(room, LEAST, bias.dtype),)
+    none = (jnp.zeros((*room, cfg.head_dim), spec.dtype),) * 2 + (jnp.full(room, LEAST, bias.dtype),)
     inputs = (np.arange(cfg.layers, dtype=np.int32), bias, first, head, rank)
     (k, v, bias), _ = jax.lax.scan(layer, none, jax.tree.map(jnp.asarray, inputs))
     heads = np.concatenate([*(row[:size] for row, size in zip(head, by_layer, strict=True)), np.zeros(most, np.int32)])
@@ -191,9 +191,9 @@ def read_once(  # noqa: PLR0913
         return cache
     mode = dataclasses.replace(mode, constrain=lambda x: x)  # one row does not divide over devices
     empty = decoder.empty_cache(cfg, 1, shared.x.shape[1], dtype)
-    _, one = decoder.extend(params, cfg, shared.x, mask=shared.mask, cache=empty, mode=mode)
-    valid = cache.valid.at[:, : shared.x.shape[1]].set(decoder.repeat(one.valid, rows))
-    return Cache(_put(cache.k, one.k, 0), _put(cache.v, one.v, 0), valid, one.used)
+    _, prefix_cache = decoder.extend(params, cfg, shared.x, mask=shared.mask, cache=empty, mode=mode)
+    valid = cache.valid.at[:, : shared.x.shape[1]].set(decoder.repeat(prefix_cache.valid, rows))
+    return Cache(_put(cache.k, prefix_cache.k, 0), _put(cache.v, prefix_cache.v, 0), valid, prefix_cache.used)
 
 
 def _put(cache: jax.Array | tuple, new: jax.Array | tuple, start: int) -> jax.Array:

@@ -50,7 +50,7 @@ def match(targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
     Raises UserError for a target that matches nothing.
     """
-    found, last = {}, {name: module.split(".")[1] for name, module in MODULES.items()}
+    matches, last = {}, {name: module.split(".")[1] for name, module in MODULES.items()}
     for target in targets:
         try:
             pattern = re.compile(target)
@@ -61,8 +61,8 @@ def match(targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
             known = list(last.values())
             hint = f"{suggest(target, known)} Fused matrices (qkv_proj, gate_up_proj) are split at loading"
             raise UserError(f"config.lora.targets: {target!r} matches no matrix; known are {', '.join(known)}.{hint}.")
-        found[target] = tuple(names)
-    return found
+        matches[target] = tuple(names)
+    return matches
 
 
 def everywhere(rank: int) -> Lora:
@@ -93,10 +93,10 @@ def init(key: jax.Array, cfg: DecoderConfig, lora: Lora) -> Tree:
     """Draws `a` uniformly within 1 / sqrt(inputs), as PEFT does; `b` is zero, so the model starts unchanged."""
     pairs = abstract(cfg, lora)["layers"]
     drawn = {}
-    for name, part in zip(pairs, jax.random.split(key, len(pairs)), strict=True):
+    for name, subkey in zip(pairs, jax.random.split(key, len(pairs)), strict=True):
         shape = pairs[name]["a"].shape
         bound = 1.0 / math.sqrt(math.prod(shape[2:]))
-        a = jax.random.uniform(part, shape, minval=-bound, maxval=bound)
+        a = jax.random.uniform(subkey, shape, minval=-bound, maxval=bound)
         drawn[name] = {"a": a, "b": jnp.zeros(pairs[name]["b"].shape)}
     return {"layers": drawn}
 
@@ -114,10 +114,10 @@ def attach(
         beside = {"a": pair["a"], "b": pair["b"] * lora.scale}
         if keys is not None and lora.dropout:
             count = pair["a"].shape[0]
-            own = jax.vmap(
+            split = jax.vmap(
                 lambda key, number=number, count=count: jax.random.split(jax.random.fold_in(key, number), count)
             )
-            beside["keys"] = jax.random.key_data(own(keys)).swapaxes(0, 1)  # [l b ..]: the scan over layers cuts them
+            beside["keys"] = jax.random.key_data(split(keys)).swapaxes(0, 1)  # [l b ..]: the scan over layers cuts them
             beside["dropout"] = jnp.full((count,), lora.dropout) * training
         layers[f"{name}_lora"] = beside
     return params | {"layers": layers}

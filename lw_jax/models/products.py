@@ -89,10 +89,10 @@ def _by_matrix(equation: str, x: jax.Array, weights: jax.Array) -> jax.Array:
     shared = [axis for axis in right if axis in left]  # summed over
     if weights.ndim == 2 or left[-len(shared) :] != right[-len(shared) :]:
         return jnp.asarray(_product(equation, x.dtype, x, weights))
-    kept = weights.shape[: -len(shared)]
+    out_shape = weights.shape[: -len(shared)]
     rows = x.reshape(*x.shape[:2], -1)
-    y = _product("btk,nk->btn", x.dtype, rows, weights.reshape(math.prod(kept), rows.shape[2]))
-    return jnp.asarray(y).reshape(*x.shape[:2], *kept)
+    y = _product("btk,nk->btn", x.dtype, rows, weights.reshape(math.prod(out_shape), rows.shape[2]))
+    return jnp.asarray(y).reshape(*x.shape[:2], *out_shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -151,10 +151,10 @@ def cast(tree: Tree, precision: Precision) -> Tree:
     stacks bf16 by way of fp32.
     """
 
-    def one(path: tuple, leaf: jax.Array) -> jax.Array:
+    def convert(path: tuple, leaf: jax.Array) -> jax.Array:
         return leaf.astype(precision.factors if path[-1].key == "kernel" else precision.values)
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    return jax.tree_util.tree_map_with_path(convert, tree)
 
 
 def narrow(layer: Tree, factors: str) -> Tree:
@@ -179,10 +179,10 @@ def as_bits(x: jax.Array) -> jax.Array:
 def from_bits(layer: Tree) -> Tree:
     """Returns a tree with floats in place of the bits of a stack; unchanged where it has none."""
 
-    def one(leaf: jax.Array) -> jax.Array:
+    def convert(leaf: jax.Array) -> jax.Array:
         return jax.lax.bitcast_convert_type(leaf, jnp.bfloat16) if leaf.dtype == BITS else leaf
 
-    return jax.tree.map(one, layer)
+    return jax.tree.map(convert, layer)
 
 
 class Linear(nnx.Linear):

@@ -68,8 +68,8 @@ def abstract(tree: Tree, kind: str) -> Tree:
     for name in MATRICES:
         shape = inputs_last(name, layers[name].shape)
         if shape[-1] % BLOCK.get(kind, 1):
-            found = f"weights={kind!r}: {name} has {shape[-1]} inputs, which are no whole blocks of {BLOCK[kind]}"
-            raise UserError(f"{found}; use 'int8', or do not pack this model")
+            reason = f"weights={kind!r}: {name} has {shape[-1]} inputs, which are no whole blocks of {BLOCK[kind]}"
+            raise UserError(f"{reason}; use 'int8', or do not pack this model")
         layers[name] = describe(shape, kind)
     return tree | {"layers": layers}
 

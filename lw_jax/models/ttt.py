@@ -138,17 +138,17 @@ def init(key: jax.Array, cfg: TTTConfig) -> Tree:
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract(cfg))
     out = []
-    for (path, leaf), one in zip(leaves, jax.random.split(key, len(leaves)), strict=True):
+    for (path, leaf), leaf_key in zip(leaves, jax.random.split(key, len(leaves)), strict=True):
         name = str(path[-1].key)
         if name.endswith(("_conv", "_conv_bias")):
             bound = cfg.kernel**-0.5
-            out.append(jax.random.uniform(one, leaf.shape, minval=-bound, maxval=bound))
+            out.append(jax.random.uniform(leaf_key, leaf.shape, minval=-bound, maxval=bound))
         elif name.endswith("norm"):
             out.append(jnp.ones(leaf.shape))
         elif name.endswith("bias") or name in ("token", "b1", "b2"):
             out.append(jnp.zeros(leaf.shape))
         else:
-            drawn = 0.02 * jax.random.normal(one, leaf.shape)
+            drawn = 0.02 * jax.random.normal(leaf_key, leaf.shape)
             out.append(drawn.at[cfg.vocab :].set(0.0) if name in ("embed", "head") else drawn)
     return jax.tree_util.tree_unflatten(treedef, out)
 
@@ -194,17 +194,17 @@ def forward(  # noqa: PLR0913  (the one entry to the model)
     rate = jnp.ones(ids.shape[:1]) if rate is None else rate
     layer = functools.partial(_layer, cfg, mode, _Rows(rate, lengths))
     if mode.remat != "none":
-        kept = {"dots": "products", "full": "inputs"}[mode.remat]
-        layer = checkpoint_layer(layer, kept, scanned=cfg.layers > 1)
+        saved = {"dots": "products", "full": "inputs"}[mode.remat]
+        layer = checkpoint_layer(layer, saved, scanned=cfg.layers > 1)
 
     def body(x: jax.Array, inputs: tuple[Tree, Memory | None]):
-        x, found = layer(mode.constrain(x), *inputs)
-        return x, found
+        x, outputs = layer(mode.constrain(x), *inputs)
+        return x, outputs
 
-    x, (losses, found) = jax.lax.scan(body, x, (params["layers"], memory))
+    x, (losses, final) = jax.lax.scan(body, x, (params["layers"], memory))
     losses = None if losses is None else losses[:, : count // cfg.chunk]  # without the padding of the last chunk
     seen = jnp.full(ids.shape[:1], count, jnp.int32) if lengths is None else lengths
-    return Output(_rms(x, params["norm"], cfg)[:, :count], losses, None if found is None else Cache(found, seen))
+    return Output(_rms(x, params["norm"], cfg)[:, :count], losses, None if final is None else Cache(final, seen))
 
 
 def beginning(params: Tree, cfg: TTTConfig, batch: int, dtype: jax.typing.DTypeLike) -> Memory:
@@ -257,9 +257,9 @@ def _layer(
     inner = Inner(p, mode.precision)
     weights = _beginning(p, cfg, x.shape[0]) if memory is None else memory.weights
     stateful = rows.lengths is not None or memory is not None
-    losses = found = None
+    losses = state = None
     if mode.form == "scan" or mode.measured or stateful:
-        out, losses, found = read_by_chunk(
+        out, losses, state = read_by_chunk(
             inner, text, weights, lengths=rows.lengths, unroll=mode.unroll, measured=mode.measured
         )
     else:
@@ -268,7 +268,7 @@ def _layer(
         out = read_by_kernel(inner, text, weights, mode.local)
     x = x + _project_output(out.reshape(x.shape), h, p, cfg, mode)
     x = x + _feed_forward(x, p, cfg, mode)
-    return x, (losses, Memory(*found, window, before) if stateful and found else None)
+    return x, (losses, Memory(*state, window, before) if stateful and state else None)
 
 
 def _prepare(  # noqa: PLR0913
@@ -293,7 +293,7 @@ def _prepare(  # noqa: PLR0913
         q, k = _convolve(q, p, "q", past), _convolve(q, p, "k", past)
     else:
         k = _linear(h, p, "k", mode)
-    q, k = (_rotate(_heads(one, cfg), position, cfg) for one in (q, k))
+    q, k = (_rotate(_heads(y, cfg), position, cfg) for y in (q, k))
     text = Text(q, k, _heads(_linear(h, p, "v", mode), cfg), _inner_rate(h, p, cfg, rows.rate))
     return x, h, text, window, before
 
@@ -312,7 +312,7 @@ def _decode_layer(
     p, place = narrow(p, mode.precision.factors), seen % cfg.chunk
     rows = _Rows(jnp.ones(seen.shape), None)
     x, h, text, window, before = _prepare(cfg, mode, rows, place[:, None], x[:, None], p, memory)
-    q, k, v, rate = (jnp.swapaxes(one, 1, 2) for one in text)  # [b h 1 e], rate [b h 1]
+    q, k, v, rate = (jnp.swapaxes(leaf, 1, 2) for leaf in text)  # [b h 1 e], rate [b h 1]
     inner, target = Inner(p, mode.precision), v.astype(jnp.float32) - k.astype(jnp.float32)
     # As a chunk of one token whose query is ignored: its mixing is zero.
     nothing = jnp.zeros((*rate.shape, 1))

@@ -88,12 +88,12 @@ class Inner:
 
     def add_up(self, steps: Steps, rate: Float[Array, "b h i"]) -> dict[str, jax.Array]:
         """Returns the sums over a chunk's tokens of rate times gradient, by the names of the fast weights."""
-        found = {}
+        sums = {}
         for name, (inputs, gradient) in steps.items():
             weighted = rate[..., None] * gradient
-            found[f"w{name}"] = self.product("bhie,bhim->bhem", inputs, weighted)
-            found[f"b{name}"] = jnp.sum(weighted, axis=2)
-        return found
+            sums[f"w{name}"] = self.product("bhie,bhim->bhem", inputs, weighted)
+            sums[f"b{name}"] = jnp.sum(weighted, axis=2)
+        return sums
 
     def answer(self, weights: Tree, x: jax.Array) -> jax.Array:
         """Returns the inner model's output, before its norm, of [b h i e] under given weights."""
@@ -122,7 +122,7 @@ def read_by_chunk(
     length, token = text.rate.shape[1], inner.token
     size = len(token)
     count = length // size
-    q, k, v, rate = (_chunked(one, count) for one in text)  # [n b h i e], rate [n b h i]
+    q, k, v, rate = (_chunked(leaf, count) for leaf in text)  # [n b h i e], rate [n b h i]
     # Tokens of whole chunks update the next chunk's weights; those of a row's last, partial chunk go to the sums.
     applied, waiting = token[-1] * rate, jnp.zeros_like(rate)
     if lengths is not None:
@@ -144,7 +144,7 @@ def read_by_chunk(
         after = jax.tree.map(jnp.subtract, weights, inner.add_up(steps, applies))
         losses = None
         if measured:
-            losses = jnp.stack([inner.last_loss(one, chunk) for one in (learned, weights, after)], axis=-1)
+            losses = jnp.stack([inner.last_loss(w, chunk) for w in (learned, weights, after)], axis=-1)
         if lengths is not None:
             sums = jax.tree.map(jnp.add, sums, inner.add_up(steps, waits))
         return (after, sums), (z, losses)

@@ -83,8 +83,8 @@ def _forward(factors: str, local: Local, operands: Operands) -> tuple[jax.Array,
 
 
 def _backward(factors: str, local: Local, saved: Operands, gradient: jax.Array) -> tuple[Operands]:
-    *found, of_last = _call(_launch_backward, factors, local, saved, gradient)
-    gradients = Operands(*found)
+    *leaves, of_last = _call(_launch_backward, factors, local, saved, gradient)
+    gradients = Operands(*leaves)
     return (gradients._replace(token=gradients.token.at[:, :, -1].add(of_last)),)
 
 
@@ -105,26 +105,26 @@ def _launch_forward(
     def launch(operands: Operands) -> tuple[jax.Array, ...]:
         chunk = operands.token.shape[2]
         count = operands.q.shape[1] // chunk
-        found = [jax.ShapeDtypeStruct(operands.q.shape, jnp.float32)]
+        shapes = [jax.ShapeDtypeStruct(operands.q.shape, jnp.float32)]
         if saved:
-            found += [jax.ShapeDtypeStruct((*x.shape[:2], count, *x.shape[2:]), jnp.float32) for x in operands[4:6]]
+            shapes += [jax.ShapeDtypeStruct((*x.shape[:2], count, *x.shape[2:]), jnp.float32) for x in operands[4:6]]
 
         def kernel(*refs: Any) -> None:
-            given, (out, *before) = Operands(*refs[:9]), refs[9:]
-            model = (given.token[...], given.token[chunk - 1], given.scale[...], given.offset[...])
+            inputs, (out, *before) = Operands(*refs[:9]), refs[9:]
+            model = (inputs.token[...], inputs.token[chunk - 1], inputs.scale[...], inputs.offset[...])
             read: Any = functools.partial(_read_chunk, functools.partial(multiply, factors=factors))
 
             def body(number: jax.Array, weights: Weights) -> Weights:
                 for ref, value in zip(before, weights, strict=False):
                     ref[number] = value
-                here = pl.ds(number * chunk, chunk)
-                out[here], after = read(*(ref[here] for ref in given[:4]), *weights, *model)
+                tokens = pl.ds(number * chunk, chunk)
+                out[tokens], after = read(*(ref[tokens] for ref in inputs[:4]), *weights, *model)
                 return after
 
-            jax.lax.fori_loop(0, count, body, (given.w[...], given.b[...]))
+            jax.lax.fori_loop(0, count, body, (inputs.w[...], inputs.b[...]))
 
-        specs = [_of_text(found[0]), *map(_of_head, found[1:])]
-        call = _pallas(kernel, "ttt_forward", operands, found, specs, factors=factors, interpret=interpret)
+        specs = [_of_text(shapes[0]), *map(_of_head, shapes[1:])]
+        call = _pallas(kernel, "ttt_forward", operands, shapes, specs, factors=factors, interpret=interpret)
         return call(*operands)
 
     return launch
@@ -140,13 +140,13 @@ def _launch_backward(factors: str, *, interpret: bool) -> Callable[[Operands, ja
         rows, length, heads, size = operands.q.shape
         chunk = operands.token.shape[2]
         count = length // chunk
-        each = ((size, size), (size,), (chunk,), (size,), (size,), ())  # gradients that add up over the chunks
-        found = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[:4]]
-        found += [jax.ShapeDtypeStruct((rows, heads, *shape), jnp.float32) for shape in each]
+        sum_shapes = ((size, size), (size,), (chunk,), (size,), (size,), ())  # gradients that add up over the chunks
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[:4]]
+        shapes += [jax.ShapeDtypeStruct((rows, heads, *shape), jnp.float32) for shape in sum_shapes]
 
         def kernel(*refs: Any) -> None:
-            given, of_out, of_text, sums = Operands(*refs[:9]), refs[9], refs[10:14], refs[14:]
-            model = (given.token[...], given.token[chunk - 1], given.scale[...], given.offset[...])
+            inputs, of_out, of_text, sums = Operands(*refs[:9]), refs[9], refs[10:14], refs[14:]
+            model = (inputs.token[...], inputs.token[chunk - 1], inputs.scale[...], inputs.offset[...])
 
             def product(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
                 return wide_product(equation, left.astype(factors), right.astype(factors))
@@ -155,40 +155,40 @@ def _launch_backward(factors: str, *, interpret: bool) -> Callable[[Operands, ja
 
             def body(step: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 number = count - 1 - step
-                here = pl.ds(number * chunk, chunk)
-                text = (ref[here] for ref in given[:4])
-                _, pull = jax.vjp(read, *text, given.w[number], given.b[number], *model)
-                *of_chunk, of_w, of_b, of_token, of_last, of_scale, of_offset = pull((of_out[here], carry[:2]))
+                tokens = pl.ds(number * chunk, chunk)
+                text = (ref[tokens] for ref in inputs[:4])
+                _, pull = jax.vjp(read, *text, inputs.w[number], inputs.b[number], *model)
+                *of_chunk, of_w, of_b, of_token, of_last, of_scale, of_offset = pull((of_out[tokens], carry[:2]))
                 for ref, value in zip(of_text, of_chunk, strict=True):
-                    ref[here] = value
+                    ref[tokens] = value
                 added = (of_token, of_scale, of_offset, of_last)
                 return of_w, of_b, *(x + y for x, y in zip(carry[2:], added, strict=True))
 
-            ends = jax.lax.fori_loop(0, count, body, tuple(jnp.zeros(shape, jnp.float32) for shape in each))
+            ends = jax.lax.fori_loop(0, count, body, tuple(jnp.zeros(shape, jnp.float32) for shape in sum_shapes))
             for ref, value in zip(sums, ends, strict=True):
                 ref[...] = value
 
-        specs = [*map(_of_text, found[:4]), *map(_of_head, found[4:])]
-        call = _pallas(kernel, "ttt_backward", operands, found, specs, factors=factors, interpret=interpret)
+        specs = [*map(_of_text, shapes[:4]), *map(_of_head, shapes[4:])]
+        call = _pallas(kernel, "ttt_backward", operands, shapes, specs, factors=factors, interpret=interpret)
         return call(*operands, gradient)
 
     return launch
 
 
 def _pallas(  # noqa: PLR0913
-    kernel: Callable[..., None], name: str, operands: Operands, found: Any, specs: Any, *, factors: str, interpret: bool
+    kernel: Callable[..., None], name: str, operands: Operands, outs: Any, specs: Any, *, factors: str, interpret: bool
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns the call of a kernel, a program for each text and head; backward takes the outputs' gradient too."""
     rows, length, heads, size = operands.q.shape
     backward = name == "ttt_backward"
     flops = rows * heads * length * size * (4 * operands.token.shape[2] + 6 * size)
-    given = [*map(_of_text, operands[:4]), *map(_of_head, operands[4:])]
+    in_specs = [*map(_of_text, operands[:4]), *map(_of_head, operands[4:])]
     return pl.pallas_call(
         kernel,
         grid=(rows, heads),
-        in_specs=[*given, given[0]] if backward else given,
+        in_specs=[*in_specs, in_specs[0]] if backward else in_specs,
         out_specs=specs,
-        out_shape=found,
+        out_shape=outs,
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name=name,

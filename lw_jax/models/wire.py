@@ -74,8 +74,8 @@ class Reader:
         """
         if self.kind == "kv":
             return self.kv_adapter(width).init(key) | {"task_gain": size.astype(jnp.float32)}
-        one = adapter.make(width, self.adapter_hidden, self.config.width)
-        return adapter.calibrate(one, one.init(key), key=size_key, slots=slots, target=size)
+        module = adapter.make(width, self.adapter_hidden, self.config.width)
+        return adapter.calibrate(module, module.init(key), key=size_key, slots=slots, target=size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,8 +140,8 @@ class Wire:
     ) -> Float[Array, "b s d"]:
         body = self.encoder.body
         if body is None:
-            made = encoder.make_bytes(self.encoder.width, self.encoder.layers)
-            return made.bind(params["body"])(ids, mask, remat=self.mode.remat)
+            byte_body = encoder.make_bytes(self.encoder.width, self.encoder.layers)
+            return byte_body.bind(params["body"])(ids, mask, remat=self.mode.remat)
         mix = None if mix is None else jax.nn.softmax(mix)
         if isinstance(body, bert.BertConfig):
             assert mix is not None, "validation allows taps for a decoder only"
@@ -155,10 +155,10 @@ class Wire:
         """Turns latents into one reader's soft prefix, the task's vector behind them (n = m + 1)."""
         precision, reader = self.encoder.precision, self.readers[name]
         params = products.cast(params, precision)
-        found = reader.adapter(self.encoder.width).bind(params)(latents.astype(precision.values), task)
-        if isinstance(found, KeysValues):
-            return found._replace(k=reader.constrain(found.k), v=reader.constrain(found.v))
-        return found
+        prefix = reader.adapter(self.encoder.width).bind(params)(latents.astype(precision.values), task)
+        if isinstance(prefix, KeysValues):
+            return prefix._replace(k=reader.constrain(prefix.k), v=reader.constrain(prefix.v))
+        return prefix
 
     def answer_logits(
         self, params: Tree, name: str, prompt: "Prompt", fields: Mapping[str, Any]
@@ -282,14 +282,14 @@ class Prompt:
     @property
     def positions(self) -> int:
         """Returns the positions of a row in a cache, padding included; a packed prefix takes none."""
-        before = [one.mask.shape[1] for one in (self.shared_prefix, self.kv_prefix) if one is not None]
+        before = [prefix.mask.shape[1] for prefix in (self.shared_prefix, self.kv_prefix) if prefix is not None]
         return self.mask.shape[1] + sum(before)
 
     def joined(self) -> "Prompt":
         """Returns the prompt with its shared prefix copied into each row; as it is where keys and values follow it."""
         if self.shared_prefix is None or self.kv_prefix is not None or self.packed is not None:
             return self
-        x, mask = (decoder.repeat(one, len(self.mask)) for one in self.shared_prefix)
+        x, mask = (decoder.repeat(leaf, len(self.mask)) for leaf in self.shared_prefix)
         return Prompt(jnp.concatenate([x, self.embeddings], axis=1), jnp.concatenate([mask, self.mask], axis=1))
 
 
@@ -323,8 +323,8 @@ def taught_prompt(params: Tree, fields: Mapping[str, Any], vectors: Float[Array,
     context, after = fields["context"], [fields["asked"]] if "asked" in fields else []
     embeddings = decoder.embed(params, context["ids"])
     taught = jnp.broadcast_to(vectors.astype(embeddings.dtype)[None], (len(embeddings), *vectors.shape))
-    parts = [embeddings, taught, *(decoder.embed(params, one["ids"]) for one in after)]
-    mask = [context["mask"], jnp.ones(taught.shape[:2], bool), *(one["mask"] for one in after)]
+    parts = [embeddings, taught, *(decoder.embed(params, tokens["ids"]) for tokens in after)]
+    mask = [context["mask"], jnp.ones(taught.shape[:2], bool), *(tokens["mask"] for tokens in after)]
     return Prompt(jnp.concatenate(parts, axis=1), jnp.concatenate(mask, axis=1))
 
 
@@ -335,12 +335,12 @@ def compacted_prompt(
 
     `vectors`: as of `taught_prompt`, behind the kept keys.
     """
-    asked, mask = decoder.embed(params, fields["asked"]["ids"]), fields["asked"]["mask"]
+    question, mask = decoder.embed(params, fields["asked"]["ids"]), fields["asked"]["mask"]
     if vectors is not None:
-        taught = jnp.broadcast_to(vectors.astype(asked.dtype)[None], (len(asked), *vectors.shape))
-        asked = jnp.concatenate([taught, asked], axis=1)
+        taught = jnp.broadcast_to(vectors.astype(question.dtype)[None], (len(question), *vectors.shape))
+        question = jnp.concatenate([taught, question], axis=1)
         mask = jnp.concatenate([jnp.ones(taught.shape[:2], bool), mask], axis=1)
-    return Prompt(asked, mask, embed_shared_prefix(params, fields["before"]), kept)
+    return Prompt(question, mask, embed_shared_prefix(params, fields["before"]), kept)
 
 
 def wire_prompt(params: Tree, fields: Mapping[str, Any], prefix: Float[Array, "b n d"] | KeysValues) -> Prompt:
@@ -348,19 +348,19 @@ def wire_prompt(params: Tree, fields: Mapping[str, Any], prefix: Float[Array, "b
 
     `fields["before"]` is the same in every row: its first row is the shared prefix.
     """
-    after, own = after_prefix(fields), None
+    after, kv = after_prefix(fields), None
     shared = embed_shared_prefix(params, fields["before"])
-    asked = decoder.embed(params, after["ids"])
-    task = jnp.ones((len(asked), 1), bool)
+    question = decoder.embed(params, after["ids"])
+    task = jnp.ones((len(question), 1), bool)
     if isinstance(prefix, KeysValues):
         slots = encoder.slot_mask(fields["channel"][:, 0], prefix.k.shape[2])
-        own = decoder.KVPrefix(prefix.k.astype(asked.dtype), prefix.v.astype(asked.dtype), slots)
+        kv = decoder.KVPrefix(prefix.k.astype(question.dtype), prefix.v.astype(question.dtype), slots)
         front, marks = prefix.task, task
     else:
         slots = encoder.slot_mask(fields["channel"][:, 0], prefix.shape[1] - 1)
         front, marks = prefix, jnp.concatenate([slots, task], axis=1)
-    embeddings = jnp.concatenate([front.astype(asked.dtype), asked], axis=1)
-    return Prompt(embeddings, jnp.concatenate([marks, after["mask"]], axis=1), shared, own)
+    embeddings = jnp.concatenate([front.astype(question.dtype), question], axis=1)
+    return Prompt(embeddings, jnp.concatenate([marks, after["mask"]], axis=1), shared, kv)
 
 
 def embed_shared_prefix(params: Tree, before: Mapping[str, jax.Array]) -> decoder.SharedPrefix | None:

@@ -67,12 +67,12 @@ def read_best(recipe: Recipe, cfg: Config, workdir: Path) -> Restored:
 
     Of a wire folder it returns the wire for the readers of `cfg`, once they are those that it belongs to.
     """
-    wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
+    shapes = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
     if wire_folder.is_wire(workdir):
         wire = wire_folder.read(workdir)
         absent = wire.configuration["llms"].keys() - cfg.llms.keys()
-        models = {key: one for key, one in wire.models.items() if key.removeprefix(wire_folder.READERS) not in absent}
+        models = {key: info for key, info in wire.models.items() if key.removeprefix(wire_folder.READERS) not in absent}
         wire_models.check(workdir, models, cfg, wire_models.describe(cfg))
-        trainable = wire_tensors.read(workdir, wanted, without=absent)
+        trainable = wire_tensors.read(workdir, shapes, without=absent)
         return Restored(wire.step, {"trainable": trainable}, data={})
-    return checkpoint.read_best(workdir, wanted, identity=readable(recipe, cfg))
+    return checkpoint.read_best(workdir, shapes, identity=readable(recipe, cfg))

@@ -97,9 +97,9 @@ class HeldOut:
             solved = [self._solve(batch, ratio, step, fitted) for batch in self._batches]
             self._solved[ratio, fitted] = solved
             numbers = [
-                own[:length]
+                row[:length]
                 for (z, _), batch in zip(solved, self._batches, strict=True)
-                for own, length in zip(z[batch.valid], batch.lengths[batch.valid], strict=True)
+                for row, length in zip(z[batch.valid], batch.lengths[batch.valid], strict=True)
             ]
             return np.concatenate(numbers), lambda: self._sections(solved, ratio, step, fitted)
 
@@ -130,12 +130,12 @@ class HeldOut:
         return self._nats((batch, prompt(self.params, batch.fields[field])) for batch in self._batches)
 
     def _nats(self, prompts: Iterable[tuple[_Batch, Prompt]]) -> Nats:
-        found = []
+        per_batch = []
         for batch, prompt in prompts:
             answer = {key: batch.fields[key] for key in ANSWER}
             scores = jax.device_get(self.functions.score(self.params, prompt, answer, self.name))
-            found.append([np.asarray(scores[key], np.float64)[batch.valid] for key in ("nll", "tokens")])
-        return Nats(*map(np.concatenate, zip(*found, strict=True)))
+            per_batch.append([np.asarray(scores[key], np.float64)[batch.valid] for key in ("nll", "tokens")])
+        return Nats(*map(np.concatenate, zip(*per_batch, strict=True)))
 
     def _solve(self, batch: _Batch, ratio: int, step: float, fitted: bool) -> tuple[np.ndarray, np.ndarray]:
         """Returns the numbers f32[b t w] of a batch of texts, not rounded, and which keys are kept."""
@@ -204,8 +204,8 @@ def find_rate(
             continue
         beside = _bytes_beside(send(), tables) if beside is None else beside
         numbers = _round(z, step)
-        found = cache_codec.fit_statistics(numbers, step)
-        tried.append(_Trial(step, beside + cache_codec.bits(found, numbers) / 8 / len(numbers), found))
+        statistics = cache_codec.fit_statistics(numbers, step)
+        tried.append(_Trial(step, beside + cache_codec.bits(statistics, numbers) / 8 / len(numbers), statistics))
         if abs(tried[-1].size / limit - 1) < TOLERANCE:
             break
         step = _secant(tried, limit) or _step_for(z, limit - beside, (least, cache_codec.LARGEST * least), beside)
@@ -229,8 +229,8 @@ def _step_for(z: np.ndarray, limit: float, between: tuple[float, float], beside:
     try:
         return cache_codec.find_step(functools.partial(_round, z), limit, between=between).step
     except UserError as error:
-        told = f"{beside:.1f} of them for the order of keys and biases"
-        raise UserError(f"config.message.bytes = {limit + beside:g}, {told}: {error}") from error
+        detail = f"{beside:.1f} of them for the order of keys and biases"
+        raise UserError(f"config.message.bytes = {limit + beside:g}, {detail}: {error}") from error
 
 
 def _secant(tried: Sequence[_Trial], limit: float) -> float | None:
@@ -240,19 +240,19 @@ def _secant(tried: Sequence[_Trial], limit: float) -> float | None:
     """
     if len(tried) < 2:
         return None
-    one, other = tried[-2:]
-    run, rise = math.log(other.step / one.step), math.log(other.size / one.size)
+    before, last = tried[-2:]
+    run, rise = math.log(last.step / before.step), math.log(last.size / before.size)
     if not run or not -4 < rise / run < -0.3:
         return None
-    return float(np.float32(other.step * (limit / other.size) ** (run / rise)))
+    return float(np.float32(last.step * (limit / last.size) ** (run / rise)))
 
 
 def _bytes_beside(sections: Sequence[Section], tables: Float[np.ndarray, "r l k"]) -> float:
     """Returns the bytes a token that messages have beside their numbers."""
-    numbers = np.concatenate([one.numbers for one in sections])
+    numbers = np.concatenate([section.numbers for section in sections])
     statistics = cache_codec.fit_statistics(numbers, sections[0].step)
     coding = Coding("0" * 16, (statistics,), {ratio: tables[ratio - 1] for ratio in sections[0].ratios})
-    packed = sum(len(cache_codec.pack([(coding, one)], writer=coding.fingerprint)) for one in sections)
+    packed = sum(len(cache_codec.pack([(coding, section)], writer=coding.fingerprint)) for section in sections)
     return (packed - cache_codec.bits(statistics, numbers) / 8) / len(numbers)
 
 

@@ -51,8 +51,8 @@ WEIGHED = 0.25  # power of a layer's share of the table at a quarter, which weig
 
 def start(recipe: "CacheWire", frozen: Tree) -> dict[str, Tree]:
     ratio, most = recipe.cfg.encoder.ratio, MOST_HELD_OUT[recipe.placement.platform]
-    train, held = _divide(recipe.examples("train"), recipe.cfg.encoder.texts, most)
-    encoded, functions, codes = recipe.encode(held), recipe.functions, {}
+    train, held_out = _divide(recipe.examples("train"), recipe.cfg.encoder.texts, most)
+    encoded, functions, codes = recipe.encode(held_out), recipe.functions, {}
     for name in recipe.wire.readers:
         begun = time.monotonic()
         code, tokens = _fit(recipe, functions, frozen[name], name, [example.context for example in train])
@@ -71,13 +71,13 @@ def _rows(recipe: "CacheWire") -> int:
     return place.round_up(ROWS[recipe.placement.platform], recipe.placement.data)
 
 
-def _divide(found: Sequence[Example], count: int, most: int) -> tuple[list[Example], list[Example]]:
+def _divide(questions: Sequence[Example], count: int, most: int) -> tuple[list[Example], list[Example]]:
     """Returns one question of each text that is read: those to fit, and those held out."""
-    texts = list({one.context: one for one in reversed(found)}.values())[::-1]
+    texts = list({question.context: question for question in reversed(questions)}.values())[::-1]
     chosen = [texts[index] for index in spread(len(texts), count)]
-    held = chosen[PART_HELD_OUT - 1 :: PART_HELD_OUT][:most] or chosen[-1:]
-    own = {one.context for one in held}
-    return [one for one in chosen if one.context not in own] or held, held
+    held_out = chosen[PART_HELD_OUT - 1 :: PART_HELD_OUT][:most] or chosen[-1:]
+    contexts = {question.context for question in held_out}
+    return [question for question in chosen if question.context not in contexts] or held_out, held_out
 
 
 class _States:
@@ -158,19 +158,19 @@ def _fit(
 
 def _weights(read: Sequence[_Text], tables: Sequence[np.ndarray], ratio: int) -> Float[np.ndarray, "n l k"]:
     """Returns what weighs a token's states in messages: of one text of all positions, of the next one at the ratio."""
-    found = []
+    weights = []
     for number, text in enumerate(read):
         length = len(text.scores)
-        rest = cache_rows.round_columns(length) - length
+        padding = cache_rows.round_columns(length) - length
         count = cache_choice.count_kept(tables[(ratio if number % 2 else 1) - 1], np.array([length]))
-        padded = (np.pad(one, ((0, rest), (0, 0), (0, 0))) for one in text)
-        found.append(np.asarray(_weigh(*padded, np.arange(length + rest) < length, count))[:length])
-    return np.concatenate(found)
+        padded = (np.pad(values, ((0, padding), (0, 0), (0, 0))) for values in text)
+        weights.append(np.asarray(_weigh(*padded, np.arange(length + padding) < length, count))[:length])
+    return np.concatenate(weights)
 
 
 @jax.jit
 def _weigh(scores: jax.Array, power: jax.Array, mask: jax.Array, count: jax.Array) -> jax.Array:
-    scores, power = (jnp.moveaxis(one, 0, 1)[:, None] for one in (scores, power))
+    scores, power = (jnp.moveaxis(x, 0, 1)[:, None] for x in (scores, power))
     kept = cache_choice.choose(scores, mask[None], count)
     return jnp.moveaxis(cache_code.importance(power, kept, mask[None], cache_message.ROOT)[:, 0], 1, 0)
 
@@ -190,20 +190,20 @@ def _read(
     again = cache_rows.ask_again(name, layout)
     longest = (recipe.wire.readers[name].config.max_positions - len(before) - len(again)) // 2
     limit = min(longest, recipe.cfg.data.context_tokens)
-    ids = [one[:limit] for one in prompt_tokens.tokenize(layout.readers[name].tokenizer, texts, limit=limit)]
+    ids = [tokens[:limit] for tokens in prompt_tokens.tokenize(layout.readers[name].tokenizer, texts, limit=limit)]
     ids.sort(key=len)  # batches of texts alike in length have little padding
     around = {
-        key: batches.field([one], pad, left=False).collate([0]) for key, one in (("before", before), ("again", again))
+        key: batches.field([text], pad, left=False).collate([0]) for key, text in (("before", before), ("again", again))
     }
     around = place.replicate(around, mesh)
     rows = _rows(recipe)
     for first in range(0, len(ids), rows):
         part = ids[first : first + rows]
         field = batches.Field(part, min(cache_rows.round_columns(max(map(len, part))), limit), pad, left=False)
-        own = place.rows(field.collate([min(i, len(part) - 1) for i in range(rows)]), mesh)
-        y, *worth = jax.device_get(functions.read_states(params, {"own": own} | around, name))
-        for row, one in enumerate(part):
-            yield y[row, : len(one)], _Text(*(np.moveaxis(each[:, row, : len(one)], 1, 0) for each in worth))
+        batch = place.rows(field.collate([min(i, len(part) - 1) for i in range(rows)]), mesh)
+        y, *worth = jax.device_get(functions.read_states(params, {"own": batch} | around, name))
+        for row, tokens in enumerate(part):
+            yield y[row, : len(tokens)], _Text(*(np.moveaxis(leaf[:, row, : len(tokens)], 1, 0) for leaf in worth))
 
 
 def _variance(code: Code, states: _States) -> jax.Array:
@@ -222,15 +222,15 @@ def _squares(code: Code, y: jax.Array, real: jax.Array) -> jax.Array:
     return jnp.square(jnp.where(real[:, None], z, 0.0)).sum(axis=0)
 
 
-def _settle(texts: HeldOut, limit: float, own: int) -> dict[str, jax.Array]:
+def _settle(texts: HeldOut, limit: float, run_ratio: int) -> dict[str, jax.Array]:
     """Returns steps and statistics of all ratios, and whether texts are fitted: where that gives a smaller NLL (`FEW`).
 
     The fewer positions, the more a fit gives: at the next smaller ratio it is tried where it served the larger one.
-    `limit`: bytes a token of the text. `own`: the run's ratio.
+    `limit`: bytes a token of the text. `run_ratio`: the run's.
     """
     print(f"{texts.name}: steps for {limit} bytes a token, found on {texts.tokens:,} held-out tokens", flush=True)
     step, chosen, fits = guess_step(np.asarray(texts.code["variance"], np.float64), 8 * limit), {}, True
-    for ratio in sorted({own, *RATES}, reverse=True):
+    for ratio in sorted({run_ratio, *RATES}, reverse=True):
         ways: dict[bool, tuple[Nats, Statistics]] = {}
         for fitted in (False, True) if fits and ratio > 1 else (False,):
             rate = texts.find_rate(ratio, limit, step, fitted=fitted)
@@ -241,14 +241,14 @@ def _settle(texts: HeldOut, limit: float, own: int) -> dict[str, jax.Array]:
         chosen[ratio] = fits, *ways[fits]
         words = (f"{'values and biases fitted' if way else 'exact values'} {ways[way][0].mean:.3f}" for way in ways)
         print(f"{texts.name}: one of {ratio} positions: {', '.join(words)} nats; step {step:.4f}", flush=True)
-    fits, _, rate = chosen[own]
+    fits, _, rate = chosen[run_ratio]
     shown = {row: chosen[ratio][1] for ratio, row in RATES.items()}
-    shown["another text's"] = texts.nats(own, rate.step, fitted=fits, shuffled=True)
+    shown["another text's"] = texts.nats(run_ratio, rate.step, fitted=fits, shuffled=True)
     shown |= {row: texts.nats_of_prompt(row) for row in ("none", "text")}
     rows = ", ".join(f"{row} {nats.mean:.3f}" for row, nats in shown.items())
     print(f"{texts.name}: nats a token of the answers to {len(texts)} held-out texts: {rows}", flush=True)
     # Of each ratio its own, or the next smaller one's.
-    found = [chosen[max(one for one in chosen if one <= ratio)] for ratio in range(1, RATIOS + 1)]
-    rates = {key: np.stack([getattr(rate, key) for *_, rate in found]) for key in ("step", "zero", "decay")}
-    rates["fitted"] = np.array([fits for fits, *_ in found])
+    choices = [chosen[max(known for known in chosen if known <= ratio)] for ratio in range(1, RATIOS + 1)]
+    rates = {key: np.stack([getattr(rate, key) for *_, rate in choices]) for key in ("step", "zero", "decay")}
+    rates["fitted"] = np.array([fits for fits, *_ in choices])
     return {key: jnp.asarray(value, jnp.float32) for key, value in rates.items()}

@@ -43,7 +43,7 @@ class CacheWire(WireReaders):
     @functools.cached_property
     def _abstract(self) -> Weights:
         width = self.cfg.encoder.width
-        codes = {name: cache_message.abstract(one.config, width) for name, one in self.wire.readers.items()}
+        codes = {name: cache_message.abstract(reader.config, width) for name, reader in self.wire.readers.items()}
         return Weights({"codes": codes}, self._abstract_readers())
 
     @functools.cached_property
@@ -116,18 +116,18 @@ class CacheWire(WireReaders):
         def write(*ways: bool) -> Sent:
             reading, before = self.functions.read_twice(frozen, text, name, any(ways)), fields["before"]["mask"]
             sizes = kv_prefix.all_keys(reader.config, mask.shape[1])
-            found = (
+            messages = (
                 self.functions.encode(still, reading, before, [count], step, name, sizes if way else None)[0]
                 for way in ways
             )
-            return functools.reduce(functools.partial(cache_message.choose, still["fitted"][ratio] > 0), found)
+            return functools.reduce(functools.partial(cache_message.choose, still["fitted"][ratio] > 0), messages)
 
         sent = jax.lax.cond(jnp.any(still["fitted"][ratio] > 0), lambda: write(True, False), lambda: write(False))
         after = decoder.embed(frozen, fields["after"]["ids"])
-        own = cache_message.decode(part, sent, mask, after.dtype)
-        own = own._replace(k=reader.constrain(own.k), v=reader.constrain(own.v))
+        prefix = cache_message.decode(part, sent, mask, after.dtype)
+        prefix = prefix._replace(k=reader.constrain(prefix.k), v=reader.constrain(prefix.v))
         before = wire.embed_shared_prefix(frozen, fields["before"])
-        prompt = wire.Prompt(after, fields["after"]["mask"], before, own)
+        prompt = wire.Prompt(after, fields["after"]["mask"], before, prefix)
         return self.measure(frozen, name, self.wire.answer_states(frozen, name, prompt, fields), fields)
 
     # --- planning

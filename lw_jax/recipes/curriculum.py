@@ -72,9 +72,9 @@ class Curriculum:
         The first is the heaviest task of the last stage. Where all are about one text there is no other source.
         """
         length = longest_passage(self.cfg)
-        found = [self.stream("validation", task, length) for task in config.tasks(self.cfg)]
-        several = [encoded for encoded in found if not one_context(encoded.examples)]
-        return [("", encoded) for encoded in found] + [("shuffled/", encoded.shuffled()) for encoded in several]
+        held_out = [self.stream("validation", task, length) for task in config.tasks(self.cfg)]
+        several = [encoded for encoded in held_out if not one_context(encoded.examples)]
+        return [("", encoded) for encoded in held_out] + [("shuffled/", encoded.shuffled()) for encoded in several]
 
     def collapse(self, step: int, values: Mapping[str, float]) -> str:
         """Returns a message where another text's latents serve every reader as well; else an empty string.

@@ -67,8 +67,8 @@ class DPO(Recipe):
 
     @functools.cached_property
     def _shardings(self) -> Weights:
-        shapes, at = self.abstract(), self.placement.readers[self.name]
-        frozen = {self.name: frozen_models.shardings(shapes.frozen[self.name], self.llm, at, self.name)}
+        shapes, component = self.abstract(), self.placement.readers[self.name]
+        frozen = {self.name: frozen_models.shardings(shapes.frozen[self.name], self.llm, component, self.name)}
         trainable = rules.shardings(tables.TRAINABLE, shapes.trainable, self.placement.learner, name="lora")
         return Weights(trainable, frozen)
 
@@ -121,9 +121,9 @@ class DPO(Recipe):
     def _held_out(self) -> list[Preferences]:
         return self._encode(self._pairs[1], 1)
 
-    def _encode(self, found: Sequence[Preference], buckets: int) -> list[Preferences]:
+    def _encode(self, rows: Sequence[Preference], buckets: int) -> list[Preferences]:
         whole = preferences.encode(
-            found, tokenizer=self.tokenizer, template=self.llm.template, limits=self.cfg.dpo, name=self.name
+            rows, tokenizer=self.tokenizer, template=self.llm.template, limits=self.cfg.dpo, name=self.name
         )
         # A bucket must hold a batch.
         return preferences.part(whole, max(1, min(buckets, len(whole) // self.cfg.train.global_batch)))
@@ -161,16 +161,16 @@ class DPO(Recipe):
         else:
             reference = jax.lax.stop_gradient(self._score(params, params, fields)[0])
         tokens = jnp.sum(_scored(fields), axis=2)
-        found = LogProbs(*(logps[:, 0], logps[:, 1], reference[:, 0], reference[:, 1]), *(tokens[:, 0], tokens[:, 1]))
-        each = preference.combined(spec.loss, spec.weights, found, beta=spec.beta, label_smoothing=spec.label_smoothing)
+        sums = LogProbs(*(logps[:, 0], logps[:, 1], reference[:, 0], reference[:, 1]), *(tokens[:, 0], tokens[:, 1]))
+        each = preference.combined(spec.loss, spec.weights, sums, beta=spec.beta, label_smoothing=spec.label_smoothing)
         counted = fields["weights"][:, 0]
         total = jnp.sum(counted)
         terms = {
-            name: (jnp.sum(value * counted), total) for name, value in preference.metrics(found, beta=spec.beta).items()
+            name: (jnp.sum(value * counted), total) for name, value in preference.metrics(sums, beta=spec.beta).items()
         }
         for number, name in enumerate(("chosen", "rejected")):
-            here = tokens[:, number] * counted
-            terms[f"logits/{name}"] = (jnp.sum(mean_logits[:, number] * counted), jnp.sum(here))
+            counts = tokens[:, number] * counted
+            terms[f"logits/{name}"] = (jnp.sum(mean_logits[:, number] * counted), jnp.sum(counts))
         return LossTerms(jnp.sum(each * counted), total, terms)
 
     def _score(self, policy: Tree, params: Tree, fields: Tree) -> tuple[jax.Array, jax.Array]:
@@ -223,32 +223,32 @@ class DPO(Recipe):
 
     def findings(self) -> list[Finding]:
         """Returns problems of the learning rate and, where rows and tokenizer are on this machine, of the rows."""
-        found, rate = [], self.cfg.optim.learning_rate
+        findings, rate = [], self.cfg.optim.learning_rate
         if rate < LOWEST_RATE:
             problem = f"optim.learning_rate={rate:g} suits full tuning: LoRA pairs hardly move"
-            found.append(Finding("warning", f"{problem}; 1e-5 to 5e-5 is usual"))
+            findings.append(Finding("warning", f"{problem}; 1e-5 to 5e-5 is usual"))
         spec = self.cfg.dpo
         if spec.max_prompt >= spec.max_length:
             problem = (
                 f"dpo.max_prompt={spec.max_prompt} leaves no room for an answer in dpo.max_length={spec.max_length}"
             )
-            found.append(Finding("error", f"{problem}: pairs with a long prompt are all dropped"))
+            findings.append(Finding("error", f"{problem}: pairs with a long prompt are all dropped"))
         if spec.max_length > self.model.max_positions:
             trained = f"the model was trained on {self.model.max_positions:,} positions"
-            found.append(Finding("error", f"dpo.max_length={spec.max_length}: {trained}; lower it"))
+            findings.append(Finding("error", f"dpo.max_length={spec.max_length}: {trained}; lower it"))
         if self.outline:
             location = frozen_models.cached(self.cfg, self.llm.source)
             data = [name for name in (self.cfg.data.train, self.cfg.data.validation) if name]
-            named = (source for name in data for source in row_sources.split_sources(name))
-            if location is None or not all(map(row_sources.is_here, named)):
+            sources = (source for name in data for source in row_sources.split_sources(name))
+            if location is None or not all(map(row_sources.is_here, sources)):
                 missing = f"{' or '.join(data)} or the tokenizer is not on this machine"
-                return [*found, Finding("warning", f"rows not checked: {missing}")]
+                return [*findings, Finding("warning", f"rows not checked: {missing}")]
             self.location = location
-        return found + self._row_findings()
+        return findings + self._row_findings()
 
     def _row_findings(self) -> list[Finding]:
         counts, spec = self._train[0].counts, self.cfg.dpo
-        given, usable, found = counts["given"], counts["kept"], []
+        total, usable, findings = counts["given"], counts["kept"], []
         lost = counts["prompt"] + counts["max_prompt"] + counts["length"]
         if lost:
             reasons = {
@@ -256,28 +256,28 @@ class DPO(Recipe):
                 f"raise dpo.max_prompt={spec.max_prompt} or set dpo.truncation=keep_end": counts["max_prompt"],
             }
             remedies = ", ".join(f"{remedy} ({count})" for remedy, count in reasons.items() if count)
-            dropped = f"{lost} of {given} training pairs are dropped as too long"
-            found.append(Finding("error" if lost > given / 2 else "warning", f"{dropped}: {remedies}"))
+            dropped = f"{lost} of {total} training pairs are dropped as too long"
+            findings.append(Finding("error" if lost > total / 2 else "warning", f"{dropped}: {remedies}"))
         if counts["prompt_cut"]:
             cut = f"{counts['prompt_cut']} of {usable} pairs have a truncated prompt"
             limits = f"dpo.max_prompt={spec.max_prompt}, dpo.max_length={spec.max_length}"
-            found.append(Finding("warning", f"{cut} ({limits}): the model does not see its beginning"))
+            findings.append(Finding("warning", f"{cut} ({limits}): the model does not see its beginning"))
         epochs = self.cfg.train.steps * self.cfg.train.global_batch / usable
         if epochs > MANY_EPOCHS:
             repeats = f"train.steps={self.cfg.train.steps} repeats each of {usable} pairs {epochs:.0f} times"
-            found.append(Finding("warning", repeats))
+            findings.append(Finding("warning", repeats))
         train, held_out = self._pairs
-        prompts = {pairs.prompt_key(one.prompt) for one in train}
-        shared = sum(pairs.prompt_key(one.prompt) in prompts for one in held_out)
+        prompts = {pairs.prompt_key(pair.prompt) for pair in train}
+        shared = sum(pairs.prompt_key(pair.prompt) in prompts for pair in held_out)
         if shared:
-            told = f"{shared:,} of {len(held_out):,} held-out pairs have a prompt that is also trained on"
-            found.append(Finding("warning", f"{told}: their scores measure memory; divide the data by prompt"))
-        return found
+            overlap = f"{shared:,} of {len(held_out):,} held-out pairs have a prompt that is also trained on"
+            findings.append(Finding("warning", f"{overlap}: their scores measure memory; divide the data by prompt"))
+        return findings
 
 
 def _answer_keys(rng: jax.Array, index: jax.Array) -> jax.Array:
     """Returns the keys [2 b] of all answers: functions of the step and the pair, independent of the batch."""
-    return jax.vmap(lambda one: jax.random.split(jax.random.fold_in(rng, one), 2))(index).reshape(-1)
+    return jax.vmap(lambda number: jax.random.split(jax.random.fold_in(rng, number), 2))(index).reshape(-1)
 
 
 def _scored(fields: Tree) -> jax.Array:

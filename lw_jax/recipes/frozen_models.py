@@ -40,11 +40,11 @@ def cached(cfg: Config, source: str) -> Path | None:
 
 def outline(cfg: Config, source: str, *, parts: int = 1) -> DecoderConfig:
     """Returns the shapes of a model, or of one of so many `parts` of it; needs no weights on this machine."""
-    selfmade_one = source.startswith(sources.SELFMADE)
-    found = selfmade.decoder_config(cfg, source) if selfmade_one else architectures.find(source)
-    heads, kv_heads = (size if size % parts else size // parts for size in (found.heads, found.kv_heads))
-    sizes = {"ffn": found.ffn // parts, "vocab": found.vocab // parts}
-    return dataclasses.replace(found, heads=heads, kv_heads=math.gcd(heads, kv_heads), **sizes)
+    is_selfmade = source.startswith(sources.SELFMADE)
+    model = selfmade.decoder_config(cfg, source) if is_selfmade else architectures.find(source)
+    heads, kv_heads = (size if size % parts else size // parts for size in (model.heads, model.kv_heads))
+    sizes = {"ffn": model.ffn // parts, "vocab": model.vocab // parts}
+    return dataclasses.replace(model, heads=heads, kv_heads=math.gcd(heads, kv_heads), **sizes)
 
 
 def precision_of(cfg: Config, llm: config.LLM, platform: str) -> Precision:
@@ -53,8 +53,8 @@ def precision_of(cfg: Config, llm: config.LLM, platform: str) -> Precision:
 
 def describe(shapes: DecoderConfig, cfg: Config, llm: config.LLM, platform: str) -> Tree:
     """Returns a frozen reader's tree as shapes, quantised as the configuration says."""
-    own = precision_of(cfg, llm, platform)
-    return quant.abstract(decoder.abstract(shapes, own.values, factors=own.factors), llm.weights)
+    dtypes = precision_of(cfg, llm, platform)
+    return quant.abstract(decoder.abstract(shapes, dtypes.values, factors=dtypes.factors), llm.weights)
 
 
 def reader_bytes(cfg: Config) -> dict[str, int]:
@@ -68,8 +68,8 @@ def shardings(shapes: Tree, llm: config.LLM, at: placement.Component, name: str)
 
 
 def load(location: Path, cfg: Config, llm: config.LLM, shardings: Tree, platform: str) -> Tree:
-    own = precision_of(cfg, llm, platform)
-    return weights.load(location, dtype=own.values, factors=own.factors, shardings=shardings, packed=llm.weights)
+    dtypes = precision_of(cfg, llm, platform)
+    return weights.load(location, dtype=dtypes.values, factors=dtypes.factors, shardings=shardings, packed=llm.weights)
 
 
 def mode(cfg: Config, mesh: Mesh, own: Precision) -> decoder.Mode:
@@ -96,12 +96,12 @@ BODIES = {
     "lm": BodyKind(
         weights.describe,
         lambda cfg: encoder.keep_body(decoder.abstract(cfg, jnp.float32)),
-        lambda at, layers: encoder.keep_body(weights.load(at, dtype="float32", layers=layers)),
+        lambda location, layers: encoder.keep_body(weights.load(location, dtype="float32", layers=layers)),
     ),
     "bert": BodyKind(
         weights.describe_bert,
         lambda cfg: bert.abstract(cfg, jnp.float32),
-        lambda at, layers: weights.load_bert(at, layers=layers),
+        lambda location, layers: weights.load_bert(location, layers=layers),
     ),
 }
 
@@ -135,9 +135,9 @@ def cut_body(body: Body, spec: config.Encoder) -> Body:
             f"config.encoder.window={spec.window} but the body has {body.max_positions} positions; lower it, and raise "
             "encoder.windows for longer texts"
         )
-    found = dataclasses.replace(body, layers=spec.layers or body.layers)
-    if spec.states > found.layers:
-        raise UserError(f"config.encoder.states={spec.states} but the encoder has {found.layers} layers; lower it")
-    if not isinstance(found, DecoderConfig):
-        return found
-    return dataclasses.replace(found, tied=True)
+    cut = dataclasses.replace(body, layers=spec.layers or body.layers)
+    if spec.states > cut.layers:
+        raise UserError(f"config.encoder.states={spec.states} but the encoder has {cut.layers} layers; lower it")
+    if not isinstance(cut, DecoderConfig):
+        return cut
+    return dataclasses.replace(cut, tied=True)

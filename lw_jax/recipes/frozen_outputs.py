@@ -40,12 +40,12 @@ class Teacher:
 
     @functools.cached_property
     def stores(self) -> dict[str, Store]:
-        found = {}
+        stores = {}
         for name in self.wire.readers:
             shape = self.cfg.data.answer_tokens, self._count(name)
             rows = {"ids": (shape, np.int32), "logp": (shape, np.float16)}
-            found[name] = Store(sources.cache_root() / "teacher", self._meaning | self._identities[name], rows=rows)
-        return found
+            stores[name] = Store(sources.cache_root() / "teacher", self._meaning | self._identities[name], rows=rows)
+        return stores
 
     def _count(self, name: str) -> int:
         return min(self.cfg.loss.teacher_k, self.wire.readers[name].config.vocab)

@@ -25,11 +25,11 @@ def read_config(cfg: Config) -> Config:
     other = run_folder.read_config(folder)
     free = (*OWN, *NAMED) if wire_folder.is_wire(folder) else OWN
     for key, value in config.to_dict(other)["encoder"].items():
-        own = getattr(cfg.encoder, key)
-        if key not in free and value != own:
+        configured = getattr(cfg.encoder, key)
+        if key not in free and value != configured:
             raise UserError(
-                f"config.encoder.{key} = {own!r}, but the encoder of encoder.run = {cfg.encoder.run!r} has {value!r}: "
-                "new readers need the encoder unchanged; use the same value"
+                f"config.encoder.{key} = {configured!r}, but the encoder of encoder.run = {cfg.encoder.run!r} has "
+                f"{value!r}: new readers need the encoder unchanged; use the same value"
             )
     return other
 
@@ -39,7 +39,7 @@ def read_trainable(cfg: Config, shapes: Tree) -> Tree:
     folder = wire_repository.locate(cfg.encoder.run)
     try:
         if wire_folder.is_wire(folder):
-            body = {name: one for name, one in wire_folder.read(folder).models.items() if name == BODY}
+            body = {name: model for name, model in wire_folder.read(folder).models.items() if name == BODY}
             wire_models.check(folder, body, cfg, wire_models.describe(cfg, names=body))
             return wire_tensors.read(folder, shapes)
         restored = checkpoint.read_best(folder, shapes, identity=None)
@@ -54,14 +54,14 @@ def _check_body(cfg: Config, saved: Mapping[str, str]) -> None:
 
     A trained body that is itself of another run is not compared.
     """
-    here = wire_models.describe(cfg, names={BODY}).get(BODY)
-    if here is None:
+    model = wire_models.describe(cfg, names={BODY}).get(BODY)
+    if model is None:
         return
     body, tokenizer = saved["encoder"], saved.get("tokenizers/encoder")
-    if tokenizer != here.tokenizer:
-        what, pair = "tokenizer", (tokenizer, here.tokenizer)
-    elif not body.endswith(here.fingerprint) and (cfg.encoder.rank or "of the run" not in body):
-        what, pair = "pretrained body", (body.rpartition(" ")[2], here.fingerprint)
+    if tokenizer != model.tokenizer:
+        what, pair = "tokenizer", (tokenizer, model.tokenizer)
+    elif not body.endswith(model.fingerprint) and (cfg.encoder.rank or "of the run" not in body):
+        what, pair = "pretrained body", (body.rpartition(" ")[2], model.fingerprint)
     else:
         return
     raise UserError(

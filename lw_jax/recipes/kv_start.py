@@ -74,21 +74,21 @@ def start(
             wire = dataclasses.replace(wire, encoder=dataclasses.replace(wire.encoder, slots=tokens))
             layout = dataclasses.replace(layout, slots=tokens, ratio=1)
         latents = _encode(wire, placement, layout, [text.ids for text in chosen], weights)
-    found = {}
+    adapters = {}
     for name, reader in wire.readers.items():
         params, mesh = trainable["adapters"][name], placement.readers[name].mesh
         sums = _add_up(reader, mesh, frozen[name], layout, name, texts=chosen, latents=latents)
         if not aligned:
-            found[name] = calibrate(reader.kv_adapter(wire.encoder.width), params, sums)
+            adapters[name] = calibrate(reader.kv_adapter(wire.encoder.width), params, sums)
             continue
         with phase(f"solving for {name}'s adapter"):
             fitted = fit(sums)
         if len(chosen) >= HELD_OUT:
             keys, values = fitted.explained.mean(axis=0)
-            given = f"the keys of unseen texts to {keys:.0%} and their values to {values:.0%} (share of variance)"
-            print(f"{name}: adapter initialised from {len(chosen):,} texts: untrained it gives {given}", flush=True)
-        found[name] = align(params, fitted)
-    return found
+            shares = f"the keys of unseen texts to {keys:.0%} and their values to {values:.0%} (share of variance)"
+            print(f"{name}: adapter initialised from {len(chosen):,} texts: untrained it gives {shares}", flush=True)
+        adapters[name] = align(params, fitted)
+    return adapters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,18 +103,18 @@ class _Text:
 def _choose(texts: Sequence[str], layout: prompt_tokens.Layout, *, aligned: bool) -> list[_Text]:
     """Returns the first texts within the limits, cut as the encoder reads them."""
     limit = layout.window * layout.windows
-    found, tokens = [], 0
+    chosen, tokens = [], 0
     for text, whole in zip(texts, prompt_tokens.tokenize(layout.source, list(texts), limit=limit), strict=True):
         ids, starts = whole[:limit], None
         tokens += len(ids)
-        if tokens > SAMPLES * layout.width and len(found) >= HELD_OUT:
+        if tokens > SAMPLES * layout.width and len(chosen) >= HELD_OUT:
             break
         if aligned:
             assert isinstance(layout.source, Tokenizer), "validation allows the aligned start for a decoder's body"
             starts = layout.source.starts(text)
             text = text[: starts[limit]] if len(starts) > limit else text
-        found.append(_Text(text, ids, None if starts is None else starts[:limit]))
-    return found
+        chosen.append(_Text(text, ids, None if starts is None else starts[:limit]))
+    return chosen
 
 
 def _encode(
@@ -125,15 +125,15 @@ def _encode(
     field = batches.source_field(ids, layout)
     rows = place.round_up(ROWS, placement.data)
     encode = jax.jit(wire.encode, out_shardings=place.whole(placement.learner))
-    found = []
+    latents = []
     batched = _batches(len(ids), rows)
     with phase("encoding texts to initialise the adapters", len(batched), f"batches of {rows}") as done:
         for chosen in done.track(batched):
             channel = np.tile(np.array([0, layout.width, EXACT], np.int32), (rows, 1))
             channel[:, 0] = layout.count_slots([ids[number] for number in chosen])
             source = place.rows(field.collate(chosen.tolist()) | {"channel": channel}, placement.learner)
-            found.append(np.asarray(encode(trainable, source, frozen.get(SHARED))))
-    return np.concatenate(found)[: len(ids)]
+            latents.append(np.asarray(encode(trainable, source, frozen.get(SHARED))))
+    return np.concatenate(latents)[: len(ids)]
 
 
 def _batches(count: int, rows: int) -> list[np.ndarray]:
@@ -156,20 +156,20 @@ def _add_up(  # noqa: PLR0913
     assert isinstance(tokenizer, Tokenizer), "a reader's"
     before = prompt_tokens.shared_prefix(name, layout.readers[name], layout.prompt)[None]
     limit = config.max_positions - before.size
-    ids = [one[:limit] for one in prompt_tokens.tokenize(tokenizer, [one.text for one in texts])]
+    ids = [tokens[:limit] for tokens in prompt_tokens.tokenize(tokenizer, [text.text for text in texts])]
     field = batches.field(ids, tokenizer.pad, left=False)
-    slots = layout.count_slots([one.ids for one in texts]).tolist()
+    slots = layout.count_slots([text.ids for text in texts]).tolist()
     weights = np.zeros((len(texts), layout.slots, field.width), np.float32)
-    for own, one, count, windows in zip(weights, texts, map(len, ids), slots, strict=True):
-        starts = tokenizer.starts(one.text)[:count]
+    for rows, text, count, windows in zip(weights, texts, map(len, ids), slots, strict=True):
+        starts = tokenizer.starts(text.text)[:count]
         # Without the encoder's tokens the windows are of as many of the reader's own.
-        places = window_starts(starts if one.starts is None else one.starts, windows)
-        own[:windows, :count] = window_weights(starts, places)
+        places = window_starts(starts if text.starts is None else text.starts, windows)
+        rows[:windows, :count] = window_weights(starts, places)
     if not before.size:
         weights[:, :, 0] = 0.0  # a text's first token, to which a reader attends for want of anything else
     weights /= np.maximum(weights.sum(axis=2, keepdims=True), 1.0)
-    held = np.arange(len(texts)) % HELD_OUT == HELD_OUT - 1
-    used = np.any(weights, axis=2)[:, :, None] * np.stack([~held, held], axis=1)[:, None, :].astype(np.float32)
+    held_out = np.arange(len(texts)) % HELD_OUT == HELD_OUT - 1
+    used = np.any(weights, axis=2)[:, :, None] * np.stack([~held_out, held_out], axis=1)[:, None, :].astype(np.float32)
     inputs = np.concatenate([latents, np.ones((*latents.shape[:2], 1), np.float32)], axis=2)
 
     run = jax.jit(functools.partial(_sum, reader), out_shardings=place.whole(mesh))
@@ -185,9 +185,9 @@ def _add_up(  # noqa: PLR0913
             if total is None:  # sums of squares around a mean are exact where those around 0 are not
                 crossed, _ = run(params, shared, batch, shift)
                 shift = crossed[:, -1].sum(axis=0) / np.float32((used[chosen] * real).sum())
-            one = run(params, shared, batch, shift)
+            sums = run(params, shared, batch, shift)
             # Waits: of many queued programs the virtual devices of a CPU may not all reach the same sum.
-            total = jax.block_until_ready(one if total is None else jax.tree.map(jnp.add, total, one))
+            total = jax.block_until_ready(sums if total is None else jax.tree.map(jnp.add, total, sums))
     assert total is not None, "a run has texts"
     crossed, power = (np.asarray(x, np.float64) for x in total)
     wide = inputs.astype(np.float64)
@@ -228,8 +228,8 @@ def _sum(
     if shared is not None:
         before = decoder.SharedPrefix(decoder.embed(params, shared[0]), shared[1])
     x = decoder.embed(params, batch["ids"])
-    found = kv_prefix.take(params, reader.config, x, mask=batch["mask"], shared_prefix=before, mode=reader.mode)
-    both = jnp.stack([found.k, found.v], axis=1).astype(jnp.float32)
+    prefix = kv_prefix.take(params, reader.config, x, mask=batch["mask"], shared_prefix=before, mode=reader.mode)
+    both = jnp.stack([prefix.k, prefix.v], axis=1).astype(jnp.float32)
     return _multiply(batch, both, shift)
 
 
@@ -254,19 +254,19 @@ def fit(sums: Sums) -> Fit:
         penalty = ridge * gram[-1, -1] * np.diag(np.append(np.ones(inputs - 1), 0.0))
         return np.linalg.solve(gram + penalty, crossed[which].sum(axis=0))
 
-    def unexplained(found: np.ndarray) -> np.ndarray:
+    def unexplained(kernel: np.ndarray) -> np.ndarray:
         """Returns the squared error of held-out texts, of each value, less its own power."""
-        return np.sum(found * (sums.gram[1] @ found - 2 * crossed[1]), axis=0)
+        return np.sum(kernel * (sums.gram[1] @ kernel - 2 * crossed[1]), axis=0)
 
-    held = [(unexplained(solve(slice(0, 1), ridge)) * each).sum() for ridge in RIDGES]
-    best = RIDGES[int(np.argmin(held))]
+    errors = [(unexplained(solve(slice(0, 1), ridge)) * each).sum() for ridge in RIDGES]
+    best = RIDGES[int(np.argmin(errors))]
     error = unexplained(solve(slice(0, 1), best)).reshape(shape).sum(axis=(2, 3)) + sums.power[1]
     count = sums.gram[1, -1, -1]
     centre = sums.crossed[1, -1] / max(count, 1.0)
     variance = sums.power[1] - count * np.sum(centre * centre, axis=(2, 3))
-    found = solve(slice(0, 2), best).reshape(inputs, *shape)
+    solution = solve(slice(0, 2), best).reshape(inputs, *shape)
     explained = 1.0 - error / np.maximum(variance, 1e-30)
-    return Fit(found[:-1], found[-1] + sums.shift, size, explained)
+    return Fit(solution[:-1], solution[-1] + sums.shift, size, explained)
 
 
 def moments(sums: Sums) -> tuple[np.ndarray, np.ndarray]:
@@ -296,6 +296,6 @@ def calibrate(adapter: Pure[KVAdapter], params: Tree, sums: Sums) -> Tree:
     width = params["norm"]["scale"].shape[0]
     latents = jax.random.normal(jax.random.key(0), (8, 8, width))
     drawn = adapter.bind(params | {"read": read})(latents, "answer")
-    size = size / np.asarray(jnp.stack([rms(one, axis=(1, 2, 3, 4)).reshape(-1) for one in (drawn.k, drawn.v)], axis=1))
+    size = size / np.asarray(jnp.stack([rms(x, axis=(1, 2, 3, 4)).reshape(-1) for x in (drawn.k, drawn.v)], axis=1))
     read = read | {"bias": jnp.asarray(mean / size[:, :, None, None], jnp.float32).reshape(read["bias"].shape)}
     return params | {"read": read, "gain": jnp.asarray(size, jnp.float32)}

@@ -156,7 +156,7 @@ class LatentWire(WireReaders):
     def _count_tokens(self, trainable: Tree, frozen: Tree) -> Tree:
         """Returns the tree with each token's rarity: -log of its share in the training texts, one more of each."""
         del frozen
-        texts = dict.fromkeys(one.context for one in self.curriculum.examples("train"))
+        texts = dict.fromkeys(example.context for example in self.curriculum.examples("train"))
         with phase("counting the tokens of the training texts"):
             ids = np.concatenate(prompt_tokens.tokenize(self.layout.source, list(texts)))
         counts = np.bincount(ids, minlength=len(trainable["encoder"]["head"]["pool"]["rarity"])) + 1
@@ -165,8 +165,8 @@ class LatentWire(WireReaders):
         return trainable | {"encoder": encoder | {"head": encoder["head"] | {"pool": {"rarity": rarity}}}}
 
     def _align_states(self, trainable: Tree, frozen: Tree) -> Tree:
-        given = self.wire, self.placement, self.layout, self._start_texts, (trainable, frozen)
-        return trainable | {"encoder": states_start.start(*given)}
+        arguments = self.wire, self.placement, self.layout, self._start_texts, (trainable, frozen)
+        return trainable | {"encoder": states_start.start(*arguments)}
 
     def _align_encoder(self, trainable: Tree, frozen: Tree) -> Tree:
         """Returns the tree with the principal directions of the body's table as projection, the embeddings as mix."""
@@ -180,15 +180,15 @@ class LatentWire(WireReaders):
 
     def _start_kv(self, trainable: Tree, readers: Tree) -> Tree:
         """Returns the tree with adapters that begin at their readers' own keys and values of training texts."""
-        given, aligned = self._start_texts, self.cfg.adapter.start == "aligned"
-        adapters = kv_start.start(self.wire, self.placement, self.layout, given, (trainable, readers), aligned=aligned)
+        texts, aligned = self._start_texts, self.cfg.adapter.start == "aligned"
+        adapters = kv_start.start(self.wire, self.placement, self.layout, texts, (trainable, readers), aligned=aligned)
         return trainable | {"adapters": adapters}
 
     @property
     def _start_texts(self) -> list[str]:
         """Returns the training texts from which an aligned start is computed, each once: some of them are held out."""
-        found = list(dict.fromkeys(one.context for one in self.curriculum.examples("train")))
-        return [found[index] for index in examples.spread(len(found), kv_start.TEXTS)]
+        texts = list(dict.fromkeys(example.context for example in self.curriculum.examples("train")))
+        return [texts[index] for index in examples.spread(len(texts), kv_start.TEXTS)]
 
     def _align_adapters(self, trainable: Tree, readers: Tree) -> Tree:
         """Returns the tree with adapters whose linear path is the regression from tokens' latents to their readers'."""
@@ -230,8 +230,8 @@ class LatentWire(WireReaders):
         data = self.cfg.data
         if least > data.validation_limit > 0:
             data = dataclasses.replace(data, validation_limit=least)
-        found = examples.load(data, split, seed=self.cfg.seed)
-        return batches.encode(found, layout=self.layout, rows=rows)
+        questions = examples.load(data, split, seed=self.cfg.seed)
+        return batches.encode(questions, layout=self.layout, rows=rows)
 
     @functools.cached_property
     def surprisal(self) -> Surprisal:
@@ -245,10 +245,10 @@ class LatentWire(WireReaders):
 
     def longest_prompts(self) -> dict[str, int]:
         data, slots = self.cfg.data, self.cfg.encoder.slots
-        found = {"encoder.slots, data.question_tokens": slots + data.question_tokens}
+        limits = {"encoder.slots, data.question_tokens": slots + data.question_tokens}
         if objectives.needs_teacher(self.cfg.loss, "answer"):
-            found["data.context_tokens"] = data.context_tokens
-        return {f"{keys} and data.answer_tokens": limit + data.answer_tokens for keys, limit in found.items()}
+            limits["data.context_tokens"] = data.context_tokens
+        return {f"{keys} and data.answer_tokens": limit + data.answer_tokens for keys, limit in limits.items()}
 
     def _teach(self, encoded: batches.Encoded) -> batches.Encoded:
         """Returns a data set; where the KL needs text prompts, the teacher's cached tokens may take their place."""
@@ -287,15 +287,15 @@ class LatentWire(WireReaders):
     @functools.cached_property
     def _channels(self) -> tuple[tuple[int, int], ...]:
         """Returns the (width, bits) that a stage may draw; empty where none quantises."""
-        found = {
+        channels = {
             (width, bits)
             for _, stage, _ in config.stages(self.cfg)
             for width in stage.widths or (self.cfg.encoder.width,)
             for bits in stage.bits or (EXACT,)
         }
-        if all(bits == EXACT for _, bits in found):
+        if all(bits == EXACT for _, bits in channels):
             return ()
-        return tuple(sorted(found | {(self.cfg.encoder.width, EXACT)}))  # validation does not quantise
+        return tuple(sorted(channels | {(self.cfg.encoder.width, EXACT)}))  # validation does not quantise
 
     def part(self, name: str, trainable: Tree) -> Tree:
         return trainable["adapters"][name]
@@ -326,10 +326,10 @@ class LatentWire(WireReaders):
         shape = f"{spec.kind} {spec.pooling} {spec.slots}x{spec.width} layers {spec.layers}"
         shape += "".join(f" {key} {value}" for key in ("rank", "states") if (value := getattr(spec, key)))
         shape += f" mask {spec.mask}" if spec.mask != "none" else ""
-        found = {"encoder": f"{shape}, {origin}"} | super().identity()
+        identity = {"encoder": f"{shape}, {origin}"} | super().identity()
         if isinstance(source := self.layout.source, Tokenizer | BertTokenizer):
-            found["tokenizers/encoder"] = tokens.identify(source)
-        return found
+            identity["tokenizers/encoder"] = tokens.identify(source)
+        return identity
 
     def content(self) -> dict[str, str]:
         """Returns hashes of all stages' training tokens and of the held-out text."""
@@ -351,9 +351,9 @@ def _embedding(trainable: Tree, frozen: Tree) -> jax.Array:
     return (frozen[SHARED] if SHARED in frozen else trainable["encoder"]["body"])["embed"].astype(jnp.float32)
 
 
-def _match_pieces(own: Tokenizer, reader: Tokenizer, count: int) -> jax.Array:
+def _match_pieces(body: Tokenizer, reader: Tokenizer, count: int) -> jax.Array:
     """Returns i32 [v n]: a reader's ids of each of the encoder's `count` token strings, -1 beyond their end."""
-    texts = [own.decode([index]) if index < own.vocab else "" for index in range(count)]
+    texts = [body.decode([index]) if index < body.vocab else "" for index in range(count)]
     pieces = np.full((count, PIECES), -1, np.int32)
     for row, ids in zip(pieces, reader.encode_batch(texts), strict=True):
         row[: len(ids)] = ids[:PIECES]

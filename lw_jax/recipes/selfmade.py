@@ -126,8 +126,8 @@ def make_readers(cfg: Config) -> None:
     Raises UserError where several processes would have to.
     """
     named = {llm.source for llm in cfg.llms.values()} | {cfg.encoder.source}
-    made = (source for source in named if source.startswith(sources.SELFMADE))
-    missing = sorted(source for source in made if not _is_made(folder(cfg, source)))
+    readers = (source for source in named if source.startswith(sources.SELFMADE))
+    missing = sorted(source for source in readers if not _is_made(folder(cfg, source)))
     if missing and jax.process_count() > 1:
         where = f"source {missing[0]!r}: no finished reader in {folder(cfg, missing[0])}"
         raise UserError(
@@ -195,10 +195,10 @@ class SelfmadeReader(Recipe):
         self.examples = examples.load(self.cfg.data, "train", seed=self.cfg.seed)
         write_tokenizer(self.folder, kind, [f"{e.context} {e.question} {e.answers[0]}" for e in self.examples])
         self.tokenizer = load_tokenizer(self.folder)
-        own = precision.of(self.cfg.compute.dtype, self.placement.platform)
+        dtypes = precision.of(self.cfg.compute.dtype, self.placement.platform)
         self.wire = wire.Wire(
             wire.EncoderSpec("none", 1, 1, "windows", 0, 1, None),
-            {"reader": wire.Reader(self.config, 1, tuple(self.tokenizer.stops), decoder.Mode(factors=own.factors))},
+            {"reader": wire.Reader(self.config, 1, tuple(self.tokenizer.stops), decoder.Mode(factors=dtypes.factors))},
         )
 
     @functools.cached_property
@@ -243,36 +243,36 @@ class SelfmadeReader(Recipe):
             width=1,
             data=self.cfg.data,
         )
-        found = self.examples if split == "train" else examples.load(self.cfg.data, split, seed=self.cfg.seed)
-        encoded = batches.encode(found, layout=layout, rows=("text",))
+        cards = self.examples if split == "train" else examples.load(self.cfg.data, split, seed=self.cfg.seed)
+        encoded = batches.encode(cards, layout=layout, rows=("text",))
         text, answer = (encoded.readers["reader"][key] for key in ("text", "answer"))
         more = self._ask_all(encoded.examples, layout)
-        rest = [np.concatenate([t[1:], a, m]) for t, a, (m, _) in zip(text.ids, answer.ids, more, strict=True)]
+        targets = [np.concatenate([t[1:], a, m]) for t, a, (m, _) in zip(text.ids, answer.ids, more, strict=True)]
         scored = [
             np.concatenate([np.zeros(len(t) - 1, np.int32), np.ones(len(a), np.int32), s])
             for t, a, (_, s) in zip(text.ids, answer.ids, more, strict=True)
         ]
         whole = {
             "before": batches.Field([ids[:1] for ids in text.ids], 1, text.pad, left=True),
-            "answer": batches.field(rest, answer.pad, left=False),
+            "answer": batches.field(targets, answer.pad, left=False),
             "scored": batches.field(scored, 0, left=False),
         }
         return dataclasses.replace(encoded, readers={"reader": whole})
 
-    def _ask_all(self, found: Sequence[Example], layout: prompt_tokens.Layout) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _ask_all(self, cards: Sequence[Example], layout: prompt_tokens.Layout) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns, for each card, the ids of its other questions with answers, and which of them are the answers'."""
         if style(self.cfg) != "pairs":
-            return [(np.zeros(0, np.int32), np.zeros(0, np.int32))] * len(found)
+            return [(np.zeros(0, np.int32), np.zeros(0, np.int32))] * len(cards)
         frame = prompt_tokens.make_frame("reader", layout.readers["reader"], layout.prompt)
         known: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
-        for asked in {pair for example in found for pair in question_cards.questions(example)}:
-            question = self.tokenizer.encode(frame.after(asked[0]))
-            answer = marked(self.tokenizer.encode(frame.gap + asked[1]), (), (self.tokenizer.eos,)).tolist()
-            known[asked] = (question + answer, [0] * len(question) + [1] * len(answer))
+        for pair in {pair for example in cards for pair in question_cards.questions(example)}:
+            question = self.tokenizer.encode(frame.after(pair[0]))
+            answer = marked(self.tokenizer.encode(frame.gap + pair[1]), (), (self.tokenizer.eos,)).tolist()
+            known[pair] = (question + answer, [0] * len(question) + [1] * len(answer))
         rows = []
-        for example in found:
+        for example in cards:
             others = [known[pair] for pair in question_cards.questions(example) if pair[0] != example.question]
-            rows.append(tuple(np.array(sum((one[i] for one in others), []), np.int32) for i in range(2)))
+            rows.append(tuple(np.array(sum((entry[i] for entry in others), []), np.int32) for i in range(2)))
         return rows
 
     def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:

@@ -36,38 +36,38 @@ def start(
     trainable, frozen = weights
     params, body, taps = trainable["encoder"], wire.encoder.body, wire.encoder.taps
     assert isinstance(body, DecoderConfig), "validation allows states for a decoder only"
-    found = prompt_tokens.tokenize(layout.source, list(texts), limit=layout.window)
-    ids = [one[: layout.window] for one in found]
+    tokenized = prompt_tokens.tokenize(layout.source, list(texts), limit=layout.window)
+    ids = [row[: layout.window] for row in tokenized]
     limit = SAMPLES * taps * body.width
-    ids = ids[: max(1, int(np.searchsorted(np.cumsum([len(one) for one in ids]), limit)))]
+    ids = ids[: max(1, int(np.searchsorted(np.cumsum([len(row) for row in ids]), limit)))]
     field = batches.source_field(ids, layout)
 
-    def read(own: Tree, ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def read(p: Tree, ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
         mode = decoder.Mode(factors=wire.mode.factors)
-        x = decoder.embed(own, ids)
+        x = decoder.embed(p, ids)
         empty = decoder.empty_cache(body, mask.shape[0], mask.shape[1], x.dtype)
         behind, cache = decoder.visit_attention(
-            own, body, x, mask=mask, visit=lambda layer: layer.out, cache=empty, mode=mode
+            p, body, x, mask=mask, visit=lambda layer: layer.out, cache=empty, mode=mode
         )
         assert cache is not None, "a cache was given"
-        kept = kv_prefix.of_cache(body, cache, mask=mask)
+        prefix = kv_prefix.of_cache(body, cache, mask=mask)
         if wire.encoder.causal:
             before = jnp.concatenate([x[None], behind[:-1]])
             states = encoder.side_by_side(before[jnp.asarray(encoder.tapped_layers(taps, body.layers))], body)
         else:
             both_ways = dataclasses.replace(mode, causal=False)
-            states = encoder.read_lm(own, body, None, ids=ids, mask=mask, mode=both_ways, taps=taps)
-        both = jnp.stack([kept.k, kept.v], axis=1).astype(jnp.float32)
+            states = encoder.read_lm(p, body, None, ids=ids, mask=mask, mode=both_ways, taps=taps)
+        both = jnp.stack([prefix.k, prefix.v], axis=1).astype(jnp.float32)
         return states.astype(jnp.float32), both.transpose(2, 3, 0, 1, 4, 5).reshape(*mask.shape, -1)
 
     @functools.partial(jax.jit, out_shardings=place.whole(placement.learner))
-    def add_up(shift: Tree, own: Tree, ids: jax.Array, mask: jax.Array, used: jax.Array) -> Tree:
-        states, targets = read(own, ids, mask)
+    def add_up(shift: Tree, p: Tree, ids: jax.Array, mask: jax.Array, used: jax.Array) -> Tree:
+        states, targets = read(p, ids, mask)
         counts = (mask & used[:, None]).at[:, :1].set(False)  # a first token is unlike all others
         states, targets = (x - shift[name][None, None] for x, name in ((states, "states"), (targets, "targets")))
         return _multiply(states, targets, counts)
 
-    own = frozen[SHARED] if SHARED in frozen else params["body"]
+    body_params = frozen[SHARED] if SHARED in frozen else params["body"]
     sizes = {"states": taps * body.width, "targets": body.layers * 2 * body.kv_heads * body.head_dim}
     shift = place.replicate({name: np.zeros(size, np.float32) for name, size in sizes.items()}, placement.learner)
     starts, total = range(0, len(ids), place.round_up(ROWS, placement.data)), None
@@ -76,13 +76,13 @@ def start(
             chosen = np.arange(first, first + starts.step)
             batch = field.collate(np.minimum(chosen, len(ids) - 1).tolist()) | {"used": chosen < len(ids)}
             batch = place.rows(batch, placement.learner)
-            given = own, batch["ids"], batch["mask"], batch["used"]
+            inputs = body_params, batch["ids"], batch["mask"], batch["used"]
             if total is None:  # sums of squares around a mean are exact where those around 0 are not
-                one = add_up(shift, *given)
-                tokens = jnp.maximum(one["gram"][-1, -1], 1.0)
-                shift = {"states": one["gram"][-1, :-1] / tokens, "targets": one["crossed"][-1] / tokens}
-            one = add_up(shift, *given)
-            total = jax.block_until_ready(one if total is None else jax.tree.map(jnp.add, total, one))  # as in kv_start
+                part = add_up(shift, *inputs)
+                tokens = jnp.maximum(part["gram"][-1, -1], 1.0)
+                shift = {"states": part["gram"][-1, :-1] / tokens, "targets": part["crossed"][-1] / tokens}
+            part = add_up(shift, *inputs)
+            total = jax.block_until_ready(part if total is None else jax.tree.map(jnp.add, total, part))  # as kv_start
     assert total is not None, "a run has texts"
     sums = {name: np.asarray(leaf, np.float64) for name, leaf in total.items()}
     with phase("solving for the encoder's projection"):
@@ -129,6 +129,6 @@ def fit(
     kernel = np.zeros((len(shift), width))
     directions = directions[:, ::-1][:, :width]
     directions = directions * np.sign(directions[np.abs(directions).argmax(axis=0), np.arange(directions.shape[1])])
-    found = whiten @ directions  # signs are settled, so that rounding on other devices turns none
-    kernel[:, : found.shape[1]] = found
+    columns = whiten @ directions  # signs are settled, so that rounding on other devices turns none
+    kernel[:, : columns.shape[1]] = columns
     return shift, scale, kernel

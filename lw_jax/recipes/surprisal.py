@@ -36,8 +36,8 @@ class Surprisal:
         """Opens the cache; the model runs on this process's devices of the trainable parameters' mesh."""
         self.location, self.tokenizer = location, load_tokenizer(location)
         self.window, self.limit = cfg.encoder.window, cfg.encoder.window * cfg.encoder.windows
-        own = [one for one in placement.learner.devices.flat if one.process_index == jax.process_index()]
-        self.mesh = meshes.make(devices=own)
+        devices = [device for device in placement.learner.devices.flat if device.process_index == jax.process_index()]
+        self.mesh = meshes.make(devices=devices)
         self.precision = precision.of(cfg.compute.dtype, placement.platform)
         self.chunk = chunked.positions(cfg.compute.logits_chunk, rows=ROWS, data=1)
         # What the first token follows: the tokenizer's own beginning, else the end of another document.
@@ -58,11 +58,11 @@ class Surprisal:
         A longer text than a window is read in windows that overlap by half: of all but the first, the second half
         counts, so that no token in the middle is read without what stands before it.
         """
-        found = []
+        scored = []
         for first in range(0, len(texts), TEXTS):
-            found += self._score(texts[first : first + TEXTS])
+            scored += self._score(texts[first : first + TEXTS])
         self._params = None
-        return found
+        return scored
 
     def _score(self, texts: Sequence[str]) -> Iterator[Scored]:
         tokenized = self._tokenize(texts)
@@ -91,11 +91,11 @@ class Surprisal:
     def _tokenize(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns each text's ids i32[n] and their characters i32[n 2]."""
         most = WIDEST * (self.limit + MARGIN)
-        found = []
+        tokenized = []
         for ids, spans in self.tokenizer.encode_spans([text[:most] for text in texts]):
             bare = marked(ids, self.begin)[len(self.begin) :]  # a text may have brought the beginning itself
-            found.append((bare[: self.limit], spans[len(ids) - len(bare) :][: self.limit]))
-        return found
+            tokenized.append((bare[: self.limit], spans[len(ids) - len(bare) :][: self.limit]))
+        return tokenized
 
     def _read(self, windows: Sequence[np.ndarray]) -> Batch:
         """Returns the values of a batch of windows, each padded to the longest that there may be."""
@@ -123,10 +123,10 @@ class Surprisal:
 
     def _load(self) -> Tree:
         if self._params is None:
-            own = self.precision
-            shapes = decoder.abstract(self._config, own.values, factors=own.factors)
+            dtypes = self.precision
+            shapes = decoder.abstract(self._config, dtypes.values, factors=dtypes.factors)
             placed = rules.shardings(tables.reader_table("replicate"), shapes, self.mesh, name=str(self.location))
-            self._params = weights.load(self.location, dtype=own.values, factors=own.factors, shardings=placed)
+            self._params = weights.load(self.location, dtype=dtypes.values, factors=dtypes.factors, shardings=placed)
         return self._params
 
 

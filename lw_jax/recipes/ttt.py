@@ -57,12 +57,12 @@ class TTT(Recipe):
             return ByteTokenizer().vocab
         if spec.vocab and self.outline:
             return spec.vocab
-        found = self.tokenizer.vocab
-        if spec.vocab not in (0, found):
+        vocab = self.tokenizer.vocab
+        if spec.vocab not in (0, vocab):
             raise UserError(
-                f"config.ttt.vocab = {spec.vocab}: the tokenizer {spec.tokenizer} has {found} tokens; leave it 0"
+                f"config.ttt.vocab = {spec.vocab}: the tokenizer {spec.tokenizer} has {vocab} tokens; leave it 0"
             )
-        return found
+        return vocab
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | ByteTokenizer:
@@ -96,10 +96,10 @@ class TTT(Recipe):
             init = jax.jit(lambda key: ttt.init(key, self.model), out_shardings=shardings)
             return Weights(init(rngs.stream(self.cfg.seed, "ttt")), {NAME: {}})
         location = sources.locate(source)
-        found = weights.describe_ttt(location)
-        wanted = dataclasses.replace(self.model, rows=0)  # a file has no padding rows
-        if found != wanted:
-            raise UserError(f"config.ttt.source = {source!r} is {found}, the configuration describes {wanted}")
+        stored = weights.describe_ttt(location)
+        expected = dataclasses.replace(self.model, rows=0)  # a file has no padding rows
+        if stored != expected:
+            raise UserError(f"config.ttt.source = {source!r} is {stored}, the configuration describes {expected}")
         fill = jax.jit(functools.partial(ttt.fill_tables, self.model), out_shardings=shardings)
         return Weights(fill(weights.load_ttt(location, shardings=shardings)), {NAME: {}})
 
@@ -134,8 +134,8 @@ class TTT(Recipe):
         whole = corpus.pack(data.train, tokenizer, root=root, columns=columns)
         if not data.validation:
             return whole.split(data.held_out, length=self.unit[1])
-        other = corpus.pack(data.validation, tokenizer, root=root, split="validation", columns=columns)
-        return Span(whole, 0, whole.tokens), Span(other, 0, other.tokens)
+        held_out = corpus.pack(data.validation, tokenizer, root=root, split="validation", columns=columns)
+        return Span(whole, 0, whole.tokens), Span(held_out, 0, held_out.tokens)
 
     # --- loss
 
@@ -179,19 +179,19 @@ class TTT(Recipe):
     def _details(self, out: ttt.Output, nll: jax.Array, counted: jax.Array, fields: Tree) -> dict:
         """Returns the baselines, the inner losses and the loss by position, each as (sum, weight)."""
         rows, weight = fields["weights"][:, 0], jnp.sum(counted)
-        found = {f"nll/{name}": (jnp.sum(fields[name] * rows), weight) for name in ("unigram", "bigram")}
+        details = {f"nll/{name}": (jnp.sum(fields[name] * rows), weight) for name in ("unigram", "bigram")}
         assert out.losses is not None, "the mode measures them"
         if out.losses.shape[1]:  # a text shorter than a chunk has none
             inner = jnp.mean(out.losses, axis=(0, 1, 3)) * rows[:, None]
-            found |= {f"inner/{name}": (jnp.sum(inner[:, i]), jnp.sum(rows)) for i, name in enumerate(INNER)}
+            details |= {f"inner/{name}": (jnp.sum(inner[:, i]), jnp.sum(rows)) for i, name in enumerate(INNER)}
         length, first = nll.shape[1], 0
         while first < length:  # positions 1, 2, 3 to 4, 5 to 8, ...
             last = min(max(1, 2 * first), length)
-            one = counted[:, first:last]
+            counts = counted[:, first:last]
             name = f"detail/position/{first + 1}-{last}"
-            found[name] = (jnp.sum(nll[:, first:last] * one), jnp.sum(one))
+            details[name] = (jnp.sum(nll[:, first:last] * counts), jnp.sum(counts))
             first = last
-        return found
+        return details
 
     def _mode(self, measured: bool) -> ttt.Mode:
         spec = self.cfg.ttt
@@ -232,8 +232,8 @@ class TTT(Recipe):
 
     def validation_widths(self) -> Tree:
         """Returns one held-out window as shapes: it is measured beside its baselines."""
-        widths, one = self.batch_widths(), jax.ShapeDtypeStruct((), np.float32)
-        fields = widths["readers"][NAME] | {"task": Task("measure"), "unigram": one, "bigram": one}
+        widths, scalar = self.batch_widths(), jax.ShapeDtypeStruct((), np.float32)
+        fields = widths["readers"][NAME] | {"task": Task("measure"), "unigram": scalar, "bigram": scalar}
         return widths | {"readers": {NAME: fields}}
 
 

@@ -18,25 +18,25 @@ def describe(cfg: Config, *, names: Collection[str] | None = None) -> dict[str, 
     wanted = {f"{READERS}{name}": (llm.sha256, weights.describe) for name, llm in cfg.llms.items()}
     if cfg.encoder.kind in frozen_models.BODIES:
         wanted[BODY] = cfg.encoder.sha256, frozen_models.BODIES[cfg.encoder.kind].describe
-    found = {}
+    models = {}
     for name, (sha256, read) in wanted.items():
         if names is None or name in names:
             source = source_of(cfg, name)
-            at = frozen_models.locate(cfg, source, sha256)
+            location = frozen_models.locate(cfg, source, sha256)
             if name == BODY:
-                tokenizer = tokens.identify(tokens.load_source_tokenizer(at))
+                tokenizer = tokens.identify(tokens.load_source_tokenizer(location))
             else:
                 template = cfg.llms[name.removeprefix(READERS)].template
-                tokenizer = tokens.identify(tokens.load_tokenizer(at), template=template)
-            files = sorted({stored.file for stored in tensor_files.list_tensors(at).values()})
-            found[name] = Model(
+                tokenizer = tokens.identify(tokens.load_tokenizer(location), template=template)
+            files = sorted({stored.file for stored in tensor_files.list_tensors(location).values()})
+            models[name] = Model(
                 source=source,
                 local=sources.is_local(source),
-                fingerprint=weights.fingerprint(at, describe=read),
+                fingerprint=weights.fingerprint(location, describe=read),
                 sha256={file.name: sources.file_hash(file) for file in files},
                 tokenizer=tokenizer,
             )
-    return found
+    return models
 
 
 def check(folder: Path, stated: Mapping[str, Model], cfg: Config, found: Mapping[str, Model]) -> None:

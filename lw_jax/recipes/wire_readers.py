@@ -43,45 +43,45 @@ class WireReaders(Recipe):
 
     @functools.cached_property
     def tokenizers(self) -> dict[str, Tokenizer]:
-        return {name: load_tokenizer(at) for name, at in self.locations.items()}
+        return {name: load_tokenizer(location) for name, location in self.locations.items()}
 
     def _abstract_readers(self) -> Tree:
         return {
-            name: frozen_models.describe(one.config, self.cfg, self.cfg.llms[name], self.placement.platform)
-            for name, one in self.wire.readers.items()
+            name: frozen_models.describe(reader.config, self.cfg, self.cfg.llms[name], self.placement.platform)
+            for name, reader in self.wire.readers.items()
         }
 
     def _reader_shardings(self) -> Tree:
         shapes = self.abstract().frozen
         return {
-            name: frozen_models.shardings(shapes[name], self.cfg.llms[name], at, name)
-            for name, at in self.placement.readers.items()
+            name: frozen_models.shardings(shapes[name], self.cfg.llms[name], component, name)
+            for name, component in self.placement.readers.items()
         }
 
     def _load_readers(self, shardings: Tree) -> Tree:
         return {
-            name: frozen_models.load(at, self.cfg, self.cfg.llms[name], shardings[name], self.placement.platform)
-            for name, at in self.locations.items()
+            name: frozen_models.load(location, self.cfg, self.cfg.llms[name], shardings[name], self.placement.platform)
+            for name, location in self.locations.items()
         }
 
     def _make_readers(self, *, kind: str) -> dict[str, Reader]:
-        cfg, found = self.cfg, {}
-        for name, at in self.placement.readers.items():
+        cfg, readers = self.cfg, {}
+        for name, component in self.placement.readers.items():
             llm, stops = cfg.llms[name], ()
             if self.outline:
-                shapes = frozen_models.outline(cfg, llm.source, parts=at.parts)
+                shapes = frozen_models.outline(cfg, llm.source, parts=component.parts)
             else:
                 shapes, stops = weights.describe(self.locations[name]), tuple(self.tokenizers[name].stops)
-            found[name] = Reader(
+            readers[name] = Reader(
                 shapes,
                 cfg.adapter.hidden,
                 stops,
-                frozen_models.mode(cfg, at.mesh, frozen_models.precision_of(cfg, llm, self.placement.platform)),
+                frozen_models.mode(cfg, component.mesh, frozen_models.precision_of(cfg, llm, self.placement.platform)),
                 unstacked=cfg.eval.layers == "unstacked",
                 kind=kind,
-                constrain=shards.keep_heads(at.mesh, heads=shapes.kv_heads, split=at.table == "tensor"),
+                constrain=shards.keep_heads(component.mesh, heads=shapes.kv_heads, split=component.table == "tensor"),
             )
-        return found
+        return readers
 
     # --- data
 
@@ -108,7 +108,7 @@ class WireReaders(Recipe):
             f"tokenizers/llms/{name}": tokens.identify(tokenizer, template=self.cfg.llms[name].template)
             for name, tokenizer in self.tokenizers.items()
         }
-        return {f"llms/{name}": weights.fingerprint(at) for name, at in self.locations.items()} | tokenizers
+        return {f"llms/{name}": weights.fingerprint(location) for name, location in self.locations.items()} | tokenizers
 
     def data_schedule(self) -> DataSchedule:
         return self.curriculum.data_schedule()
@@ -127,23 +127,23 @@ class WireReaders(Recipe):
 
     def findings(self) -> list[Finding]:
         """Returns findings on held-out texts that are trained on and on prompts beyond a reader's trained positions."""
-        most = {name: reader.config.max_positions for name, reader in self.wire.readers.items()}
+        limits = {name: reader.config.max_positions for name, reader in self.wire.readers.items()}
         return self._shared_texts() + [
             Finding(
-                "warning", f"reader {name!r}: {keys} allow {needed:,} positions, it was trained on {own:,}; lower them"
+                "warning", f"reader {name!r}: {keys} allow {needed:,} positions, it was trained on {most:,}; lower them"
             )
-            for name, own in most.items()
+            for name, most in limits.items()
             for keys, needed in self.longest_prompts().items()
-            if needed > own
+            if needed > most
         ]
 
     def _shared_texts(self) -> list[Finding]:
         """Returns a warning where held-out texts are among those of training; an outline reads no data."""
         if self.outline:
             return []
-        held_out = {one.context for one in self.curriculum.examples("validation")}
+        held_out = {example.context for example in self.curriculum.examples("validation")}
         trained = {
-            "train": {one.context for one in self.curriculum.examples("train")},
+            "train": {example.context for example in self.curriculum.examples("train")},
             "passages": set(self.curriculum.passages()),
         }
         shared = {key: len(texts & held_out) for key, texts in trained.items()}
@@ -170,13 +170,13 @@ class WireReaders(Recipe):
     ) -> LossTerms:
         """Returns a reader's loss terms from the hidden states [b t d] of its answers, and those of its teacher."""
 
-        def piece(head: Tree, states: jax.Array, given: Tree) -> LossTerms:
-            fields, teacher_states = given
+        def piece(head: Tree, states: jax.Array, constants: Tree) -> LossTerms:
+            fields, teacher_states = constants
             teacher = None if teacher_states is None else decoder.logits(head, teacher_states)
             return objectives.total(self.cfg.loss, name, decoder.logits(head, states), fields, teacher)
 
         rows, length, _ = states.shape
         data = shards.row_devices(self.placement.readers[name].mesh)
         pieces = chunked.pieces(self.cfg.compute.logits_chunk, rows=rows, length=length, data=data)
-        head, given = {"head": decoder.head(frozen)}, (fields, teacher_states)
-        return chunked.sum_of_pieces(piece, head, states, given, pieces=pieces)
+        head, constants = {"head": decoder.head(frozen)}, (fields, teacher_states)
+        return chunked.sum_of_pieces(piece, head, states, constants, pieces=pieces)

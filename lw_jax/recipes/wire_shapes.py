@@ -21,12 +21,12 @@ def example(cfg: Config, readers: Iterable[str], *, packed: int) -> Tree:
     It is of the stages' task that costs a reader most (`_cost`).
     """
     channel = jax.ShapeDtypeStruct((3,), jnp.int32)
-    found = []
+    candidates = []
     if any("answer" in stage.tasks for _, stage, _ in config.stages(cfg)):
-        found.append(_questions(cfg, packed))
+        candidates.append(_questions(cfg, packed))
     if longest_passage(cfg):
-        found.append(_passage(cfg))
-    reader = max(found, key=lambda each: _cost(cfg, each)) | {"channel": channel}
+        candidates.append(_passage(cfg))
+    reader = max(candidates, key=lambda each: _cost(cfg, each)) | {"channel": channel}
     return {
         "source": _field(cfg.encoder.window * cfg.encoder.windows) | {"channel": channel},
         "readers": dict.fromkeys(readers, reader),
@@ -36,12 +36,12 @@ def example(cfg: Config, readers: Iterable[str], *, packed: int) -> Tree:
 
 def cache_example(cfg: Config, readers: Iterable[str]) -> Tree:
     """Returns the same of encoder.kind "cache": each reader has the text itself, another one, and asks for it again."""
-    found = example(cfg, readers, packed=0)
+    shapes = example(cfg, readers, packed=0)
     text, again = _field(cfg.data.context_tokens), _field(AGAIN)
-    for name, fields in found["readers"].items():
-        asked = fields["after"] if fields["task"].name == "answer" else again
-        found["readers"][name] = fields | {"own": text, "other": text, "again": again, "after": asked}
-    return found
+    for name, fields in shapes["readers"].items():
+        after = fields["after"] if fields["task"].name == "answer" else again
+        shapes["readers"][name] = fields | {"own": text, "other": text, "again": again, "after": after}
+    return shapes
 
 
 def _questions(cfg: Config, packed: int) -> Tree:
@@ -94,9 +94,9 @@ def _cost(cfg: Config, reader: Tree) -> int:
         return reader["targets"].size
     width = {key: reader[key]["ids"].size for key in ("after", "context", "packed", "text") if key in reader}
     width["answer"] = reader["answer_inputs"].size if "answer_inputs" in reader else 0
-    asked = width.get("after", 0) + width.get("packed", 0) + width["answer"]
+    question = width.get("after", 0) + width.get("packed", 0) + width["answer"]
     text = width.get("context", 0) or width.get("text", 0)
-    return asked + (text + asked if text else 0)
+    return question + (text + question if text else 0)
 
 
 def _field(width: int) -> Tree:
