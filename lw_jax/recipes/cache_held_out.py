@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +25,10 @@ from lw_jax.models.kv_prefix import Sizes
 from lw_jax.models.wire import Prompt
 from sharding import place
 
+_log = logging.getLogger(__name__)
+
 TOLERANCE = 0.01  # of the bytes of a message
+WARNED = 0.05
 MOST_SOLVES = 6
 SURELY = 2.0  # standard errors
 
@@ -59,9 +63,13 @@ class _Batch:
     def mask(self) -> jax.Array:
         return self.fields["own"]["mask"]
 
+    @property
+    def has_others(self) -> bool:
+        return int(self.valid.sum()) > 1
+
     def others(self) -> Int[np.ndarray, " b"]:
-        """Returns for each text the row of another one, where the batch has two."""
-        return (np.arange(len(self.valid)) + 1) % max(int(self.valid.sum()), 1)
+        """Returns for each text the row of another one."""
+        return (np.arange(len(self.valid)) + 1) % int(self.valid.sum())
 
 
 class HeldOut:
@@ -86,16 +94,21 @@ class HeldOut:
         self._solved: dict[tuple[int, bool], list[tuple[np.ndarray, np.ndarray]]] = {}  # by ratio, and fitted or not
         self.tokens = sum(int(batch.lengths[batch.valid].sum()) for batch in self._batches)
 
+    @property
+    def has_others(self) -> bool:
+        """Returns whether a batch has two texts, so that one can be read from another one's message."""
+        return any(batch.has_others for batch in self._batches)
+
     def __len__(self) -> int:
         return sum(int(batch.valid.sum()) for batch in self._batches)
 
     def find_rate(self, ratio: int, limit: float, step: float, *, fitted: bool) -> Statistics:
         """Returns the step at which messages have `limit` bytes a token, and its statistics; `step`: a first guess."""
-        fitted = fitted and ratio > 1
+        fitted, solved_by_step = fitted and ratio > 1, {}
 
         def write(step: float) -> tuple[np.ndarray, Callable[[], list[Section]]]:
             solved = [self._solve(batch, ratio, step, fitted) for batch in self._batches]
-            self._solved[ratio, fitted] = solved
+            solved_by_step[np.float32(step)] = solved
             numbers = [
                 row[:length]
                 for (z, _), batch in zip(solved, self._batches, strict=True)
@@ -103,17 +116,21 @@ class HeldOut:
             ]
             return np.concatenate(numbers), lambda: self._sections(solved, ratio, step, fitted)
 
-        return find_rate(write, np.asarray(self.code["tables"]), limit, step)
+        found = find_rate(write, np.asarray(self.code["tables"]), limit, step)
+        self._solved[ratio, fitted] = solved_by_step[np.float32(found.step)]
+        return found
 
     def nats(self, ratio: int, step: float, *, fitted: bool, shuffled: bool = False) -> Nats:
         """Returns the nats of the answers from messages; `shuffled`: each from another text's of its batch.
 
-        `find_rate` found the step: the numbers are those of its last trial.
+        `find_rate` found the step: the numbers are those of its trial. Shuffled, a batch of one text is left out.
         """
         fitted, mesh = fitted and ratio > 1, self.functions.mesh_of(self.name)
 
         def prompts() -> Iterator[tuple[_Batch, Prompt]]:
             for batch, solved in zip(self._batches, self._solved[ratio, fitted], strict=True):
+                if shuffled and not batch.has_others:
+                    continue
                 sent, mask = self._send(batch, *solved, step, fitted), batch.mask
                 if shuffled:
                     rows = batch.others()
@@ -182,8 +199,8 @@ def find_rate(
 ) -> Statistics:
     """Returns the step at which messages have config.message.bytes a token, `limit`, and its statistics.
 
-    Numbers are written for a step, so a few trials find it. The order of keys and the biases, which a message has
-    beside its numbers, are in its bytes.
+    Numbers are written for a step, so a few trials find it, or else the nearest, with a warning where messages are
+    longer. The order of keys and the biases, which a message has beside its numbers, are in its bytes.
 
     Args:
         write: returns for a step the numbers f32[n w] of some texts, not rounded, and what makes what is sent of each;
@@ -213,7 +230,10 @@ def find_rate(
         if step == tried[-1].step:  # the least one: no more can be said
             break
     assert tried, "a step that is too small is one only once"
-    return tried[-1].found
+    nearest = min(tried, key=lambda trial: abs(math.log(trial.size / limit)))
+    if nearest.size > (1 + WARNED) * limit:
+        _log.warning("messages take %.0f bytes a token, not config.message.bytes = %g", nearest.size, limit)
+    return nearest.found
 
 
 class _Trial(NamedTuple):

@@ -243,7 +243,8 @@ def _settle(texts: HeldOut, limit: float, run_ratio: int) -> dict[str, jax.Array
         print(f"{texts.name}: one of {ratio} positions: {', '.join(words)} nats; step {step:.4f}", flush=True)
     fits, _, rate = chosen[run_ratio]
     shown = {row: chosen[ratio][1] for ratio, row in RATES.items()}
-    shown["another text's"] = texts.nats(run_ratio, rate.step, fitted=fits, shuffled=True)
+    if texts.has_others:
+        shown["another text's"] = texts.nats(run_ratio, rate.step, fitted=fits, shuffled=True)
     shown |= {row: texts.nats_of_prompt(row) for row in ("none", "text")}
     rows = ", ".join(f"{row} {nats.mean:.3f}" for row, nats in shown.items())
     print(f"{texts.name}: nats a token of the answers to {len(texts)} held-out texts: {rows}", flush=True)

@@ -16,7 +16,7 @@ from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.models import cache_message, decoder, kv_prefix, wire
 from lw_jax.models.cache_message import Sent
 from lw_jax.recipes import cache_start, wire_shapes
-from lw_jax.recipes.curriculum import Curriculum
+from lw_jax.recipes.curriculum import Curriculum, longest_passage
 from lw_jax.recipes.wire_readers import WireReaders
 from lw_jax.training.optimizers import Rates
 from lw_jax.training.recipe import Weights
@@ -88,7 +88,8 @@ class CacheWire(WireReaders):
         return cache_rows.attach(batches.encode(found, layout=self.layout, rows=cache_rows.FIELDS), self.layout)
 
     def longest_prompts(self) -> dict[str, int]:
-        return {"data.context_tokens, read twice,": 2 * self.cfg.data.context_tokens + wire_shapes.AGAIN}
+        limits = {"data.context_tokens": self.cfg.data.context_tokens, "the stages' lengths": longest_passage(self.cfg)}
+        return {f"{keys}, read twice,": 2 * length + wire_shapes.AGAIN for keys, length in limits.items()}
 
     # --- loss
 

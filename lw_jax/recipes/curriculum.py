@@ -86,7 +86,7 @@ class Curriculum:
         labels = ["" if task == "answer" else f"{task}/" for task in stage.tasks]
         names = [f"{label}nll/{name}" for label in labels for name in self.cfg.llms]
         gaps = {name: values[f"shuffled/{name}"] - values[name] for name in names if f"shuffled/{name}" in values}
-        if not gaps or max(gaps.values()) >= GAP:
+        if not gaps or not all(gap < GAP for gap in gaps.values()):  # NaN is a divergence, no collapse
             return ""
         readers = ", ".join(f"{name} {values[name]:.3f} (another text's: {gap:+.3f})" for name, gap in gaps.items())
         why = "shuffled latents score as well as the right ones: the latents are ignored"

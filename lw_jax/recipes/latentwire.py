@@ -22,7 +22,7 @@ from lw_jax.models import adapter, alignment, codec, lora, wire
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.recipes import frozen_models, join, kv_start, states_start, wire_shapes
-from lw_jax.recipes.curriculum import Curriculum, encoder_rates
+from lw_jax.recipes.curriculum import Curriculum, encoder_rates, longest_passage
 from lw_jax.recipes.frozen_outputs import Teacher
 from lw_jax.recipes.surprisal import Surprisal
 from lw_jax.recipes.wire_readers import WireReaders
@@ -244,11 +244,15 @@ class LatentWire(WireReaders):
         return Curriculum(self.cfg, self.layout, self.tokenizers, self._teach)
 
     def longest_prompts(self) -> dict[str, int]:
-        data, slots = self.cfg.data, self.cfg.encoder.slots
-        limits = {"encoder.slots, data.question_tokens": slots + data.question_tokens}
+        data = self.cfg.data
+        message = wire_shapes.SHARED_PREFIX + self.cfg.encoder.slots + 1  # the task's vector
+        asked = message + data.question_tokens + data.answer_tokens
+        limits = {"encoder.slots, data.question_tokens and data.answer_tokens": asked}
         if objectives.needs_teacher(self.cfg.loss, "answer"):
-            limits["data.context_tokens"] = data.context_tokens
-        return {f"{keys} and data.answer_tokens": limit + data.answer_tokens for keys, limit in limits.items()}
+            limits["data.context_tokens and data.answer_tokens"] = data.context_tokens + data.answer_tokens
+        if passage := longest_passage(self.cfg):
+            limits["encoder.slots and the stages' lengths"] = message + passage
+        return limits
 
     def _teach(self, encoded: batches.Encoded) -> batches.Encoded:
         """Returns a data set; where the KL needs text prompts, the teacher's cached tokens may take their place."""

@@ -50,6 +50,24 @@ def test_more_bytes_than_numbers_can_say_take_the_least_step():
     assert np.abs(Z).max() / found.step == pytest.approx(cache_codec.LARGEST, rel=0.1)
 
 
+@pytest.mark.parametrize(("limit", "longer"), [(9.0, False), (5.0, True)])
+def test_where_no_step_has_the_bytes_the_nearest_trial_is_taken_and_longer_messages_are_warned_of(
+    limit, longer, caplog
+):
+    """Messages of 7 bytes a token at any step, and of 15 in the trial that is last."""
+    tried = []
+
+    def jump(step):
+        last = len(tried) == cache_held_out.MOST_SOLVES - 1
+        tried.append(step)
+        z, _ = write(0.3)
+        return z * step / 0.3 * (100 if last else 1), write(0.3)[1]
+
+    found = cache_held_out.find_rate(jump, TABLES, limit, 0.3)
+    assert len(tried) == cache_held_out.MOST_SOLVES and found.step != pytest.approx(tried[-1])
+    assert ("not config.message.bytes" in caplog.text) == longer
+
+
 def test_fewer_bytes_than_the_order_takes_are_refused_by_their_key():
     with pytest.raises(UserError, match=r"^config\.message\.bytes = 0\.5, "):
         cache_held_out.find_rate(write, TABLES, 0.5, 0.3)
@@ -72,7 +90,7 @@ SURELY, PERHAPS = np.array([1.0, 1.1, 0.9, 1.0]), np.array([4.0, -1.0, 0.5, 0.5]
 class Settled:
     """Stands in for held-out texts; `served`: by ratio, what each answer of fitted messages has less in nats."""
 
-    name, tokens, code = "llama", 7, {"variance": np.ones(WIDTH)}
+    name, tokens, code, has_others = "llama", 7, {"variance": np.ones(WIDTH)}, True
 
     def __init__(self, served):
         self.served, self.tried = served, []
@@ -106,9 +124,11 @@ class Settled:
         ({8: SURELY, 4: SURELY, 2: SURELY}, 1, {8, 4, 2}, range(2, 17)),
     ],
 )
-def test_each_ratio_is_fitted_where_that_serves_it_and_all_larger_ones(served, own, tried, fitted):
+def test_each_ratio_is_fitted_where_that_serves_it_and_all_larger_ones(served, own, tried, fitted, capsys):
     texts = Settled(served)
+    texts.has_others = own != 16  # else each would be read from its own message
     found = cache_start._settle(texts, 256, own)
+    assert ("another text's" in capsys.readouterr().out) == texts.has_others
     assert {ratio for ratio, way in texts.tried if way} == tried
     assert [ratio for ratio in range(1, 17) if found["fitted"][ratio - 1]] == list(fitted)
     steps = {ratio: ratio + 0.5 * (ratio in fitted) for ratio in {own, 1, 2, 4, 8}}

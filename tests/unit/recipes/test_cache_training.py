@@ -198,5 +198,7 @@ def test_what_only_latents_have_is_refused(root, changes, match):
 
 
 def test_a_text_that_is_read_twice_beyond_a_reader_s_positions_is_warned_of(root):
-    found = make(root, only="qwen", data__context_tokens=300).findings()
-    assert "data.context_tokens, read twice, allow 624 positions, it was trained on 512" in str(found[-1])
+    recipe = make(root, only="qwen", data__context_tokens=300, stages__pretrain__lengths=(310,))
+    texts, passages = map(str, recipe.findings()[-2:])
+    assert "data.context_tokens, read twice, allow 624 positions, it was trained on 512" in texts
+    assert "the stages' lengths, read twice, allow 644 positions" in passages

@@ -83,6 +83,7 @@ def test_collapse_is_told_only_when_no_reader_gains_from_its_own_text(root):
     assert "nll/llama 2.000 (another text's: +0.040)" in told and "nll/qwen 2.000 (another text's: -0.010)" in told
     assert plain.collapse(6, values({"nll/llama": 0.04, "nll/qwen": 0.051})) == ""
     assert plain.collapse(6, values({"nll/llama": 0.4, "nll/qwen": -0.3})) == ""
+    assert plain.collapse(6, values({"nll/llama": float("nan"), "nll/qwen": 0.01})) == "", "a divergence, no collapse"
 
 
 def test_collapse_asks_the_tasks_of_the_stage_that_the_step_is_in(staged):

@@ -1,7 +1,9 @@
 """lw_jax/training/preflight.py and recipes: faults that make a run worthless are named before it starts."""
 
 import dataclasses
+import functools
 import json
+import operator
 from pathlib import Path
 
 import pytest
@@ -19,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[3]
 def load(name, **changes):
     values = config_file.load(name, root=ROOT)
     for key, value in changes.items():
-        section, leaf = key.split("__")
-        values[section][leaf] = value
+        *sections, leaf = key.split("__")
+        functools.reduce(operator.getitem, sections, values)[leaf] = value
     cfg = config.build(values)
     validation.validate(cfg)
     return cfg
@@ -101,6 +103,8 @@ def test_lengths_beyond_a_model_s_positions_are_told():
     assert not any("positions" in line for line in untaught), "no step reads the text"
     wide = texts(load("configs/squad.py", **asked, loss__kl=0.0, data__question_tokens=8000))
     assert sum("data.question_tokens and data.answer_tokens" in line for line in wide) == 1, wide
+    passages = texts(load("configs/squad.py", **asked, loss__kl=0.0, stages__pretrain__lengths=(8180,)))
+    assert sum("encoder.slots and the stages' lengths allow" in line for line in passages) == 1, passages
 
 
 @pytest.mark.parametrize("apart", [0, 3, 9])
