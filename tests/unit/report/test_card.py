@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from huggingface_hub import ModelCard
 
 from lw_jax.core import config_file
@@ -17,6 +18,7 @@ SOURCES = {"encoder": SMOL, "llms/llama": "meta-llama/Llama-3.1-8B-Instruct", "l
 STEP = 31  # of `runs.evaluation`
 SQUAD = "rajpurkar/squad"
 UNSTATED = card.Publication()
+CACHE = {"encoder__kind": "cache", "encoder__source": "", "encoder__ratio": 2, "encoder__width": 60}
 
 
 def describe(source, local=False):
@@ -113,6 +115,15 @@ def test_results_are_of_the_data_on_which_they_were_measured(tmp_path):
     found = render(tmp_path, measured="/home/me/other.jsonl")
     assert f"Measured at step {STEP} on other.jsonl" in found.text.replace("\n", " ")
     assert {one.dataset_name for one in found.data.eval_results} == {"other.jsonl"} and "/home/me" not in found.text
+
+
+@pytest.mark.parametrize(("step", "trained"), [(0, False), (STEP, True)])
+def test_a_cache_wire_is_trained_and_rounded_only_where_it_took_steps(step, trained, tmp_path):
+    found = render(tmp_path, sources={"llms/llama": SOURCES["llms/llama"]}, step=step, **CACHE)
+    text = found.text.replace("\n", " ")
+    assert ("Nothing was trained" in text) != trained and (f"trained for {STEP} steps" in text) == trained
+    assert f"The wire was computed{' and trained' * trained} through its readers" in text
+    assert ("not this folder's int8" in text) == ("In int8 this wire has a fingerprint of its own" in text) == trained
 
 
 def read_sources():
