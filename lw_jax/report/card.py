@@ -85,6 +85,7 @@ def _scores(run: Run) -> list["EvalResult"]:
     kind = "" if "," in dataset else _hub_data(dataset)
     for reader, rows in run.evaluation.get("rows", {}).items():
         sent = rows.get("latents", {})
+        size = "" if sent.get("positions") is None else f", {sent['positions']:,.1f} positions"
         for key, metric, called in (("em", "exact_match", "EM"), ("f1", "f1", "F1")):
             if sent.get(key) is not None:
                 results.append(
@@ -93,7 +94,7 @@ def _scores(run: Run) -> list["EvalResult"]:
                         dataset_type=kind or "other",
                         dataset_name=_name_of(dataset),
                         metric_type=metric,
-                        metric_name=f"{called} of reader {reader}, {sent.get('positions') or 0:,.1f} positions",
+                        metric_name=f"{called} of reader {reader}{size}",
                         metric_value=round(sent[key], 4),
                     )
                 )

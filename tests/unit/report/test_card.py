@@ -27,12 +27,13 @@ def describe(source, local=False):
     )
 
 
-def render(folder, *, sources=SOURCES, local=(), step=STEP, published=UNSTATED, measured="", **changes):
+def render(folder, *, sources=SOURCES, local=(), step=STEP, published=UNSTATED, measured="", positions=12.5, **changes):
     """The card of a run that reads these sources."""
     changes = {"data__train": f"hub:{SQUAD}@main", "data__validation": f"hub:{SQUAD}@main"} | changes
     at = runs.write_run(folder, **changes)
     (at / "hardware.json").write_text(json.dumps({"kind": "gpu", "card": "NVIDIA Sort", "devices": 3}), "utf-8")
     found = runs.evaluation() | {"validation": measured or changes["data__validation"]}
+    found["rows"]["llama"]["latents"] |= {"positions": positions}
     (at / "eval.json").write_text(json.dumps(found), "utf-8")
     run = records.read(at)
     wire = wire_folder.WireFolder(
@@ -72,6 +73,13 @@ def test_metadata_is_what_the_hub_reads(tmp_path):
     assert scores == [(kind, f"{word} of reader {reader}") for reader in ("llama", "qwen")
                       for kind, word in (("exact_match", "EM"), ("f1", "F1"))]  # fmt: skip
     assert all(0 <= one["value"] <= 1 for one in result["metrics"])
+
+
+@pytest.mark.parametrize(
+    ("positions", "name"), [(7.25, "EM of reader llama, 7.2 positions"), (None, "EM of reader llama")]
+)
+def test_positions_that_are_not_known_are_not_published_as_zero(positions, name, tmp_path):
+    assert render(tmp_path, positions=positions).data.eval_results[0].metric_name == name
 
 
 def test_licence_that_nobody_stated_is_not_invented(tmp_path):
