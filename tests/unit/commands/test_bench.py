@@ -101,11 +101,29 @@ def test_a_recipe_has_its_own_parts(tmp_path, wire):
 
 
 def test_what_is_not_here_is_told_and_fetched_only_when_asked_for(wire, monkeypatch):
-    monkeypatch.setattr(wire, "_missing", lambda: "hub/model")
+    monkeypatch.setattr(wire, "_missing", lambda part: "hub/model")
     monkeypatch.setattr(wire, "load", lambda: pytest.fail("nothing is to be fetched"))
     (row,) = wire.measure("load", asked=False)
     assert row.seconds is None and "hub/model" in row.why_not
     assert "not measured" in rows.table("card", CEILINGS, [row])
+
+
+@pytest.mark.parametrize("key", ["train", "validation", "passages"])
+def test_data_of_the_hub_is_seen_in_a_list_and_matters_to_input_alone(key, wire, monkeypatch):
+    data = dataclasses.replace(wire.cfg.data, **{key: "cards, hub:some/texts"})
+    monkeypatch.setattr(wire, "cfg", dataclasses.replace(wire.cfg, data=data))
+    monkeypatch.setattr(wire, "input", lambda: pytest.fail("nothing is to be fetched"))
+    monkeypatch.setattr(wire, "load", lambda: [])
+    (row,) = wire.measure("input", asked=False)
+    assert "hub:some/texts" in row.why_not and wire.measure("load", asked=False) == []
+
+
+def test_a_language_models_tokenizer_is_fetched_only_when_asked_for(tmp_path, monkeypatch):
+    language = make(tiny.make_ttt_config(tmp_path, ttt__tokenizer="bytes"))
+    assert language._missing("input") == ""
+    spec = dataclasses.replace(language.cfg.ttt, tokenizer="nobody/words")
+    monkeypatch.setattr(language, "cfg", dataclasses.replace(language.cfg, ttt=spec))
+    assert language._missing("input") == "nobody/words"
 
 
 def test_table_tells_every_figure_once():
