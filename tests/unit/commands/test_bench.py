@@ -126,6 +126,16 @@ def test_a_language_models_tokenizer_is_fetched_only_when_asked_for(tmp_path, mo
     assert language._missing("input") == "nobody/words"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "medians", "told"), [(5, (0.7, 0.5), True), (5, (0.5, 0.7), False), (1, (0.7, 0.5), False)]
+)
+def test_a_token_s_time_is_told_only_where_the_long_answer_took_longer(tokens, medians, told, wire, monkeypatch):
+    spec = dataclasses.replace(wire.cfg, eval=dataclasses.replace(wire.cfg.eval, max_new_tokens=tokens))
+    monkeypatch.setattr(wire.recipe, "cfg", spec)
+    row = rows.answer_row(wire.recipe, "llama", CEILINGS, medians)
+    assert ("a token of all" in row.what) == told and ("a token of all 50.0 ms" in row.what) == told
+
+
 def test_table_tells_every_figure_once():
     row = Row("step", "wire", "4 samples", Spread(0.5, 0.4, 0.7, 5), 8.0, 1234.0, 1e9, 0.25, peak_bytes=2e9)
     row = dataclasses.replace(row, peak_from="device", compile_seconds=12.0, cached_seconds=1.5, padding=0.125)
