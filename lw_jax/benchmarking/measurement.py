@@ -22,6 +22,7 @@ from lw_jax.core import runtime
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Tree
+from lw_jax.data import row_sources
 from lw_jax.data.loader import Loader
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import weights
@@ -82,19 +83,24 @@ class Measured:
             raise UserError(f"--parts {part}: recipe {self.cfg.recipe!r} has {have}; name some of these.")
         if part in FREE or asked:
             return getattr(self, part)()
-        if missing := self._missing():
-            return [Row(part, self.cfg.recipe, "", why_not=f"{missing} is not on this machine; --parts {part} gets it")]
         try:
+            if missing := self._missing(part):
+                reason = f"{missing} is not known to be on this machine; --parts {part} gets it"
+                return [Row(part, self.cfg.recipe, "", why_not=reason)]
             return getattr(self, part)()
         except UserError as error:
             return [Row(part, self.cfg.recipe, "", why_not=str(error))]
 
-    def _missing(self) -> str:
-        spec = self.cfg
-        named = [*(llm.source for llm in spec.llms.values()), spec.encoder.source if spec.llms else ""]
-        absent = [source for source in named if source and frozen_models.cached(spec, source) is None]
-        hub = [text for text in (spec.data.train, spec.data.validation) if text.startswith("hub:")]
-        return next(iter([*absent, *hub]), "")
+    def _missing(self, part: str) -> str:
+        """Returns a source of the part that may have to be fetched, as any data set of the hub may; "" for none."""
+        spec, data = self.cfg, self.cfg.data
+        models, texts = [llm.source for llm in spec.llms.values()], []
+        if part == "input":
+            models.append(spec.encoder.source if spec.llms else spec.ttt.tokenizer)
+            named = (data.train, data.validation, data.passages)
+            texts = [source for text in named for source in row_sources.split_sources(text)]
+        absent = [source for source in models if source not in ("", "bytes") and not frozen_models.cached(spec, source)]
+        return next(iter([*absent, *(source for source in texts if source.startswith(row_sources.HUB))]), "")
 
     def step(self) -> list[Row]:
         """Compiles the step twice, from an empty cache and from a filled one, and takes it."""

@@ -68,18 +68,19 @@ def answer_row(recipe: LatentWire, name: str, ceilings: Ceilings, medians: tuple
     prompts, params = workload.prompts(recipe, name), workload.reader(recipe, name)
     tokens, model = recipe.cfg.eval.max_new_tokens, recipe.wire.readers[name].config
     whole, short = medians
-    token = (whole - short) / max(1, tokens - 1)
+    token = (whole - short) / (tokens - 1) if tokens > 1 and whole > short else None  # else noise alone
     need = workload.token_bytes(params, model, prompts, tokens)
     alone = recipe.placement.readers[name].mesh.size == 1
     batch, length = len(prompts.mask), prompts.positions
     return Row(
         "answer",
         name,
-        f"{batch} prompts of {length} positions, {tokens} tokens each; a token of all {token * 1e3:.1f} ms",
+        f"{batch} prompts of {length} positions, {tokens} tokens each"
+        + ("" if token is None else f"; a token of all {token * 1e3:.1f} ms"),
         samples_per_second=batch / whole,
         tokens_per_second=batch * tokens / whole,
         bytes=need,
-        of_bandwidth=need / token / ceilings.bandwidth if alone and tokens > 1 and token > 0 else None,
+        of_bandwidth=need / token / ceilings.bandwidth if alone and token else None,
         **fields,
     )
 

@@ -14,6 +14,7 @@ from lw_jax.core.schema import Size
 
 Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]  # each is named in a table of tensors
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e30)]  # finite
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -31,7 +32,7 @@ class Rope(msgspec.Struct, frozen=True):
     rope_type: str | None = None
     type: str | None = None
     rope_theta: Positive | None = None
-    partial_rotary_factor: Positive | None = None
+    partial_rotary_factor: Share | None = None
     factor: Positive | None = None
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
@@ -71,7 +72,7 @@ class Decoder(msgspec.Struct, frozen=True):
     rope_theta: Positive | None = None
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
-    partial_rotary_factor: Positive | None = None
+    partial_rotary_factor: Share | None = None
     original_max_position_embeddings: Size | None = None
     sliding_window: schema.Index | None = None
     max_window_layers: schema.Index | None = None

@@ -55,6 +55,9 @@ def _long_rope(rope: Rope, stated: Decoder, rotated: int, where: str) -> LongRop
     original = inner or outer
     if not original:
         raise UserError(f"{where}: {key} is missing; rope_type 'longrope' needs it")
+    if original == 1 and rope.attention_factor is None:
+        rule = "its gain needs more than 1; correct the field, or state attention_factor"
+        raise UserError(f"{where}: {key}={original}: {rule}")
     short, long = rope.short_factor or (), rope.long_factor or ()
     for key, value in (("short_factor", short), ("long_factor", long)):
         if len(value) != rotated // 2:

@@ -218,7 +218,8 @@ def read_tensor(
 ) -> np.ndarray:
     """Reads one tensor, cast, its rows put in `order`; into `out`, contiguous and of that type, where one is given."""
     out = np.empty(stored.shape, dtype) if out is None else out.reshape(stored.shape)
-    if order is None and _NUMBERS.get(stored.kind) == np.dtype(dtype):  # the file's bytes are the array's
+    known = stored.kind in _NUMBERS  # None == np.dtype("float64") in numpy
+    if order is None and known and _NUMBERS[stored.kind] == np.dtype(dtype):  # the file's bytes are the array's
         flat = out.reshape(-1)
         step = max(1, _CHUNK_BYTES // flat.itemsize)
         with stored.file.open("rb", buffering=0) as file:

@@ -41,7 +41,7 @@ def render(run: Run, wire: WireFolder, sizes: Mapping[str, int], published: Publ
     """Returns the card of a wire that was exported from a run; `sizes`: bytes of its parts."""
     name = published.repository.rpartition("/")[2] or run.workdir.resolve().name
     parts = [
-        _what(run),
+        _what(run, wire),
         _use(run, wire, published.repository),
         _results(run, wire),
         _licences(run, wire, published.licence),
@@ -85,6 +85,7 @@ def _scores(run: Run) -> list["EvalResult"]:
     kind = "" if "," in dataset else _hub_data(dataset)
     for reader, rows in run.evaluation.get("rows", {}).items():
         sent = rows.get("latents", {})
+        size = "" if sent.get("positions") is None else f", {sent['positions']:,.1f} positions"
         for key, metric, called in (("em", "exact_match", "EM"), ("f1", "f1", "F1")):
             if sent.get(key) is not None:
                 results.append(
@@ -93,7 +94,7 @@ def _scores(run: Run) -> list["EvalResult"]:
                         dataset_type=kind or "other",
                         dataset_name=_name_of(dataset),
                         metric_type=metric,
-                        metric_name=f"{called} of reader {reader}, {sent.get('positions') or 0:,.1f} positions",
+                        metric_name=f"{called} of reader {reader}{size}",
                         metric_value=round(sent[key], 4),
                     )
                 )
@@ -104,9 +105,9 @@ def _is_cache(run: Run) -> bool:
     return run.cfg.encoder.kind == "cache"
 
 
-def _what(run: Run) -> str:
+def _what(run: Run, wire: WireFolder) -> str:
     if _is_cache(run):
-        return _what_cache(run)
+        return _what_cache(run, trained=wire.step > 0)
     encoder = run.cfg.encoder
     size = f"{encoder.slots} latents of {encoder.width} values"
     if encoder.ratio:
@@ -121,12 +122,13 @@ def _what(run: Run) -> str:
     )
 
 
-def _what_cache(run: Run) -> str:
+def _what_cache(run: Run, *, trained: bool) -> str:
+    made = "Bases, means and scales were computed, then trained." if trained else "Nothing was trained."
     encoder, readers = run.cfg.encoder, ", ".join(f"`{name}`" for name in run.cfg.llms)
     return _paragraph(
         f"A wire of LatentWire JAX: a text's message is each frozen reader's own keys and values ({readers}), "
         f"{encoder.width} numbers a token in one basis, and which tokens each head keeps, 1 of {encoder.ratio} unless "
-        "asked otherwise. Nothing was trained. This folder holds each reader's basis, means, scales and tables; the "
+        f"asked otherwise. {made} This folder holds each reader's basis, means, scales and tables; the "
         "readers are fetched from where they are, and a text is written by those who have them."
     )
 
@@ -195,7 +197,7 @@ def _results(run: Run, wire: WireFolder) -> str:
         head = ["95 % of F1" if table.head[column] == "95 %" else table.head[column] for column in shown]
         lines += [f"\nReader `{reader}`:\n", _table(head, [[row[column] for column in shown] for row in table.rows])]
     meanings = (f"`{row}` {meaning}" for row, meaning in tables.meanings(run.evaluation["rows"]).items())
-    exact = "" if wire.dtype == "fp32" else f", with the run's fp32 values, not this folder's {wire.dtype}"
+    exact = "" if _is_exact(run, wire) else f", with the run's fp32 values, not this folder's {wire.dtype}"
     lines.append(_paragraph(f"The reader sees, beside the question: {'; '.join(meanings)}."))
     lines.append(
         _paragraph(
@@ -215,6 +217,11 @@ def _is_of(run: Run, wire: WireFolder) -> bool:
     return run.evaluation.get("step") == wire.step
 
 
+def _is_exact(run: Run, wire: WireFolder) -> bool:
+    """Returns whether the folder holds the run's own values; int8 does those of a code that was computed alone."""
+    return wire.dtype == "fp32" or (_is_cache(run) and wire.dtype == "int8" and not wire.step)
+
+
 def _licences(run: Run, wire: WireFolder, licence: str) -> str:
     stated = f"`{licence}`" if licence else "not stated by its owner: `export --license ID` states it"
     arrays = "bases and tables of its readers" if _is_cache(run) else "the encoder's and the adapters' arrays"
@@ -229,7 +236,7 @@ def _licences(run: Run, wire: WireFolder, licence: str) -> str:
         rows.append(("the encoder's arrays, of another wire", place, _linked(None, licences.page(there), there)))
     for what, source in _named(run):
         rows.append((what, _name_of(source), _data_licence(source)))
-    method = "computed" if _is_cache(run) else "trained"
+    method = ("computed and trained" if wire.step else "computed") if _is_cache(run) else "trained"
     text = _paragraph(
         f"The wire was {method} through its readers and on its data: what you may do with it depends on all of these."
     )
@@ -329,8 +336,7 @@ def _limits(run: Run, wire: WireFolder) -> str:
             f"- No hub has {' or '.join(selfmade)}: the command above makes them, with these hashes only where the "
             "arithmetic is that of the machine that trained."
         )
-    exact = wire.dtype == "fp32" or (_is_cache(run) and wire.dtype == "int8" and not wire.step)
-    if not exact:
+    if not _is_exact(run, wire):
         writer = "wire" if _is_cache(run) else "encoder"
         lines.append(
             f"- In {wire.dtype} this {writer} has a fingerprint of its own: it refuses messages of the run itself."

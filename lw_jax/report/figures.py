@@ -168,8 +168,9 @@ def draw_rows(readers: Mapping[str, Mapping[str, Any]], curve: Curve | None) -> 
             panel.grid(alpha=0.3)
     for panel in panels[-1]:
         panel.set_xlabel("positions of the reader that hold the context")
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
+    legends = [panel.get_legend_handles_labels() for panel in panels.flat]
+    handles = {label: handle for legend in legends for handle, label in zip(*legend, strict=True)}
+    figure.legend(list(handles.values()), list(handles), loc="outside right upper", fontsize=8, frameon=False)
     figure.suptitle("Quality of answers against reader positions, with 95 % intervals")
     return figure
 

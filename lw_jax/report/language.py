@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from lw_jax.data.tokens import ByteTokenizer
 from lw_jax.report import series
 from lw_jax.report.device_use import by_device, mean_of
 from lw_jax.report.figures import Panel
@@ -43,16 +44,22 @@ class Span:
 
 def describe(run: Run) -> str:
     spec, count = run.cfg.ttt, parameters(run)
+    bound = "" if _vocabulary(run) or spec.table_multiple == 1 else "up to "
     text = f"TTT-{'Linear' if spec.inner == 'linear' else 'MLP'}, {spec.backbone} backbone, "
     text += f"{spec.layers} layers of {spec.width}, {spec.heads} heads, windows of {window(run):,} tokens"
-    return text + (f", {count:,} parameters" if count else "")
+    return text + (f", {bound}{count:,} parameters" if count else "")
 
 
 def parameters(run: Run) -> int:
-    """Returns the number of trained values without the table's padding rows; 0 before a checkpoint."""
-    spec, table = run.cfg.ttt, run.leaves.get("trainable/embed")
-    padding = max(0, table[0][0] - spec.vocab) if table and spec.vocab else 0
-    return _values(run, "trainable/") - padding * spec.width
+    """Returns how many values are trained; 0 before a checkpoint. Padding counts where the vocabulary is unknown."""
+    vocab, table = _vocabulary(run), run.leaves.get("trainable/embed")
+    padding = max(0, table[0][0] - vocab) if table and vocab else 0
+    return _values(run, "trainable/") - padding * run.cfg.ttt.width
+
+
+def _vocabulary(run: Run) -> int:
+    """Returns the tokens of the run's vocabulary; 0 where its tokenizer's file alone says how many."""
+    return ByteTokenizer().vocab if run.cfg.ttt.tokenizer == "bytes" else run.cfg.ttt.vocab
 
 
 def window(run: Run) -> int:

@@ -101,11 +101,39 @@ def test_a_recipe_has_its_own_parts(tmp_path, wire):
 
 
 def test_what_is_not_here_is_told_and_fetched_only_when_asked_for(wire, monkeypatch):
-    monkeypatch.setattr(wire, "_missing", lambda: "hub/model")
+    monkeypatch.setattr(wire, "_missing", lambda part: "hub/model")
     monkeypatch.setattr(wire, "load", lambda: pytest.fail("nothing is to be fetched"))
     (row,) = wire.measure("load", asked=False)
     assert row.seconds is None and "hub/model" in row.why_not
     assert "not measured" in rows.table("card", CEILINGS, [row])
+
+
+@pytest.mark.parametrize("key", ["train", "validation", "passages"])
+def test_data_of_the_hub_is_seen_in_a_list_and_matters_to_input_alone(key, wire, monkeypatch):
+    data = dataclasses.replace(wire.cfg.data, **{key: "cards, hub:some/texts"})
+    monkeypatch.setattr(wire, "cfg", dataclasses.replace(wire.cfg, data=data))
+    monkeypatch.setattr(wire, "input", lambda: pytest.fail("nothing is to be fetched"))
+    monkeypatch.setattr(wire, "load", lambda: [])
+    (row,) = wire.measure("input", asked=False)
+    assert "hub:some/texts" in row.why_not and wire.measure("load", asked=False) == []
+
+
+def test_a_language_models_tokenizer_is_fetched_only_when_asked_for(tmp_path, monkeypatch):
+    language = make(tiny.make_ttt_config(tmp_path, ttt__tokenizer="bytes"))
+    assert language._missing("input") == ""
+    spec = dataclasses.replace(language.cfg.ttt, tokenizer="nobody/words")
+    monkeypatch.setattr(language, "cfg", dataclasses.replace(language.cfg, ttt=spec))
+    assert language._missing("input") == "nobody/words"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "medians", "told"), [(5, (0.7, 0.5), True), (5, (0.5, 0.7), False), (1, (0.7, 0.5), False)]
+)
+def test_a_token_s_time_is_told_only_where_the_long_answer_took_longer(tokens, medians, told, wire, monkeypatch):
+    spec = dataclasses.replace(wire.cfg, eval=dataclasses.replace(wire.cfg.eval, max_new_tokens=tokens))
+    monkeypatch.setattr(wire.recipe, "cfg", spec)
+    row = rows.answer_row(wire.recipe, "llama", CEILINGS, medians)
+    assert ("a token of all" in row.what) == told and ("a token of all 50.0 ms" in row.what) == told
 
 
 def test_table_tells_every_figure_once():

@@ -66,6 +66,8 @@ def test_absent_kv_heads_and_head_dim_follow_from_heads():
         ("qwen2", "layer_types", ["full_attention", "sliding_attention"]),
         ("phi3", "full_attn_mod", 2),
         ("phi3", "partial_rotary_factor", 0.5),
+        ("phi3", "partial_rotary_factor", 2.0),
+        ("stablelm", "rope_parameters", {"partial_rotary_factor": 2.0}),
         ("phi3_long", "original_max_position_embeddings", None),
         ("stablelm", "use_parallel_residual", True),
         ("stablelm", "qk_layernorm", True),
@@ -144,5 +146,7 @@ def test_longrope_s_gain_follows_from_how_far_the_context_was_stretched():
     fields = fields_of(PHI3_LONG) | {"max_position_embeddings": 23 * 32}
     rope = {key: value for key, value in fields["rope_parameters"].items() if key != "attention_factor"}
     assert read(fields | {"rope_parameters": rope}).rope_scaling.gain == pytest.approx((1 + 5 / np.log2(23)) ** 0.5)
+    with pytest.raises(UserError, match=r"here\.json: original_max_position_embeddings=1: "):
+        read(fields | {"rope_parameters": rope, "original_max_position_embeddings": 1})
     with pytest.raises(UserError, match=r"short_factor has 3 numbers; one for each of 2"):
         read(fields | {"rope_parameters": rope | {"short_factor": [1.0, 1.0, 1.0]}})

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 from safetensors.numpy import save_file
 
 from lw_jax.core.errors import UserError
@@ -182,6 +184,15 @@ def test_gguf_tokenizer_of_other_types_or_lengths_is_refused(tmp_path, key, valu
     assert load_tokenizer(tiny.write_gguf_tokenizer(tmp_path / "good.gguf", fields)).encode("ab") == [2]
     path = tiny.write_gguf_tokenizer(tmp_path / "bad.gguf", fields | {key: value})
     refused(lambda: load_tokenizer(path), str(path))
+
+
+def test_quantised_weights_are_decoded_into_any_type(tmp_path):
+    values, kind = np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 32), GGMLQuantizationType.Q8_0
+    path = tiny.write_gguf(tmp_path / "m.gguf", lambda w: w.add_tensor("one", quantize(values, kind), raw_dtype=kind))
+    stored = tensor_files.list_tensors(path)["one"]
+    np.testing.assert_array_equal(
+        tensor_files.read_tensor(stored, np.float64), tensor_files.read_tensor(stored, np.float32)
+    )
 
 
 def test_gguf_weights_are_finite_too(tmp_path):

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from huggingface_hub import ModelCard
 
 from lw_jax.core import config_file
@@ -17,6 +18,7 @@ SOURCES = {"encoder": SMOL, "llms/llama": "meta-llama/Llama-3.1-8B-Instruct", "l
 STEP = 31  # of `runs.evaluation`
 SQUAD = "rajpurkar/squad"
 UNSTATED = card.Publication()
+CACHE = {"encoder__kind": "cache", "encoder__source": "", "encoder__ratio": 2, "encoder__width": 60}
 
 
 def describe(source, local=False):
@@ -25,12 +27,13 @@ def describe(source, local=False):
     )
 
 
-def render(folder, *, sources=SOURCES, local=(), step=STEP, published=UNSTATED, measured="", **changes):
+def render(folder, *, sources=SOURCES, local=(), step=STEP, published=UNSTATED, measured="", positions=12.5, **changes):
     """The card of a run that reads these sources."""
     changes = {"data__train": f"hub:{SQUAD}@main", "data__validation": f"hub:{SQUAD}@main"} | changes
     at = runs.write_run(folder, **changes)
     (at / "hardware.json").write_text(json.dumps({"kind": "gpu", "card": "NVIDIA Sort", "devices": 3}), "utf-8")
     found = runs.evaluation() | {"validation": measured or changes["data__validation"]}
+    found["rows"]["llama"]["latents"] |= {"positions": positions}
     (at / "eval.json").write_text(json.dumps(found), "utf-8")
     run = records.read(at)
     wire = wire_folder.WireFolder(
@@ -70,6 +73,13 @@ def test_metadata_is_what_the_hub_reads(tmp_path):
     assert scores == [(kind, f"{word} of reader {reader}") for reader in ("llama", "qwen")
                       for kind, word in (("exact_match", "EM"), ("f1", "F1"))]  # fmt: skip
     assert all(0 <= one["value"] <= 1 for one in result["metrics"])
+
+
+@pytest.mark.parametrize(
+    ("positions", "name"), [(7.25, "EM of reader llama, 7.2 positions"), (None, "EM of reader llama")]
+)
+def test_positions_that_are_not_known_are_not_published_as_zero(positions, name, tmp_path):
+    assert render(tmp_path, positions=positions).data.eval_results[0].metric_name == name
 
 
 def test_licence_that_nobody_stated_is_not_invented(tmp_path):
@@ -113,6 +123,15 @@ def test_results_are_of_the_data_on_which_they_were_measured(tmp_path):
     found = render(tmp_path, measured="/home/me/other.jsonl")
     assert f"Measured at step {STEP} on other.jsonl" in found.text.replace("\n", " ")
     assert {one.dataset_name for one in found.data.eval_results} == {"other.jsonl"} and "/home/me" not in found.text
+
+
+@pytest.mark.parametrize(("step", "trained"), [(0, False), (STEP, True)])
+def test_a_cache_wire_is_trained_and_rounded_only_where_it_took_steps(step, trained, tmp_path):
+    found = render(tmp_path, sources={"llms/llama": SOURCES["llms/llama"]}, step=step, **CACHE)
+    text = found.text.replace("\n", " ")
+    assert ("Nothing was trained" in text) != trained and (f"trained for {STEP} steps" in text) == trained
+    assert f"The wire was computed{' and trained' * trained} through its readers" in text
+    assert ("not this folder's int8" in text) == ("In int8 this wire has a fingerprint of its own" in text) == trained
 
 
 def read_sources():

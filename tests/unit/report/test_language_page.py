@@ -1,5 +1,6 @@
 """The page of a language model's run, from folders that the test writes: lw_jax.report.{language,scaling}.py."""
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,19 @@ def test_memory_is_of_the_newest_checkpoint_and_of_the_step_that_is_this_runs(tm
     page = page_of(write_run(folder, rows=rows))
     start = page.cells().index("peak")
     assert page.cells()[start : start + 3] == ["peak", "5.00 GB", "measured, 2 x cpu, compiled"]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "vocab", "rows", "bound"),
+    [("bytes", 0, 257, ", "), ("some/words", 300, 300, ", "), ("some/words", 0, 320, ", up to ")],
+)
+def test_padding_rows_are_no_parameters_where_the_vocabulary_is_known(
+    tokenizer: str, vocab: int, rows: int, bound: str, tmp_path: Path
+) -> None:
+    own = {"ttt.tokenizer": tokenizer, "ttt.vocab": vocab, "ttt.table_multiple": 64, "ttt.width": 24}
+    run = records.read(write_run(tmp_path / "run", changes=own))
+    run = dataclasses.replace(run, leaves={"trainable/embed": ([320, 24], "float32")})
+    assert language.describe(run).endswith(f"{bound}{rows * 24:,} parameters")
 
 
 def test_folder_before_its_first_step_tells_every_command(tmp_path: Path) -> None:
