@@ -151,10 +151,15 @@ def other_examples(examples: Sequence[Example]) -> list[int]:
     Where all contexts are the same, the example itself is returned.
     """
     contexts, count = [example.context for example in examples], len(examples)
-    others = []
-    for index, context in enumerate(contexts):
-        steps = (step for step in range(1, count) if contexts[(index + step) % count] != context)
-        others.append((index + next(steps, 0)) % count)
+    other = next((index for index, context in enumerate(contexts) if context != contexts[-1]), None)
+    if other is None:
+        return list(range(count))
+    others = [0] * count
+    for index in reversed(range(count)):
+        following = (index + 1) % count
+        if contexts[following] != contexts[index]:
+            other = following
+        others[index] = other
     return others
 
 

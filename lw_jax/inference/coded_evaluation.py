@@ -17,7 +17,9 @@ from lw_jax.evals.control_rows import Measured, follow
 from lw_jax.evals.first_token import Times, fastest, median_text
 from lw_jax.evals.record_log import RecordLog
 from lw_jax.inference.coded_wire import CodedWire
+from lw_jax.models import decoder
 from lw_jax.models.wire import Prompt
+from lw_jax.planning import plan_cache
 
 PARTIAL = "eval.partial.jsonl"  # an evaluation's records, until its results are written
 
@@ -34,7 +36,7 @@ def measure(
 
     `taught` has each reader's vectors for the rows that need them, see `taught_text.teach`.
     With a folder records are written to its file PARTIAL as they are made, and those of the same evaluation that are
-    there are not measured again: of the same wire, data and options but for rows and batch.
+    there are not measured again: of the same wire, program, data and options but for rows and batch.
     """
     recipe, options = wire.recipe, wire.recipe.cfg.eval
     encoded = recipe.encode(recipe.examples("validation"))
@@ -42,23 +44,46 @@ def measure(
     rows = _rows(options.rows, several=not one_context(encoded.examples), say=say)
     indices, bench = spread(len(encoded), options.examples), recipe.bench(wire.codes, wire.frozen, wire.functions)
     bench = dataclasses.replace(bench, taught=taught)
+    _check_positions(wire, encoded, indices)
+    swapped, changed = None, [row for row in rows if ROWS[row].swapped]
+    if changed:
+        swapped = swaps.make(encoded, indices, layout=recipe.layout, fields=cache_rows.FIELDS)
+        swapped = dataclasses.replace(swapped, encoded=cache_rows.attach(swapped.encoded, recipe.layout))
+        say(f"{', '.join(changed)}: {len(swapped.origins)} of {len(indices)} texts have an answer that can be replaced")
+        _check_positions(wire, swapped.encoded, range(len(swapped.origins)))
     log = RecordLog(folder and folder / PARTIAL, _key(wire, encoded))
     if len(log):
         say(f"resuming: {len(log):,} records are in {folder}/{PARTIAL}")
     elif log.dropped:
-        say(f"{folder}/{PARTIAL}: {log.dropped:,} records of another wire, data or options are not used, and replaced")
+        say(f"{folder}/{PARTIAL}: {log.dropped:,} records of another wire, program, data or options are replaced")
 
     def run(encoded: Encoded, indices: Sequence[int], rows: Sequence[str]) -> list[Record]:
         settings = {"batch": batch, "max_new_tokens": options.max_new_tokens}
         return cache_rows.measure(bench, encoded, indices, rows=rows, codings=wire.codings, log=log, **settings)
 
     records = run(encoded, indices, [row for row in rows if not ROWS[row].swapped])
-    if changed := [row for row in rows if ROWS[row].swapped]:
-        swapped = swaps.make(encoded, indices, layout=recipe.layout, fields=cache_rows.FIELDS)
-        say(f"{', '.join(changed)}: {len(swapped.origins)} of {len(indices)} texts have an answer that can be replaced")
-        attached = cache_rows.attach(swapped.encoded, recipe.layout)
-        records += follow(run(attached, range(len(swapped.origins)), changed), swapped, encoded)
+    if swapped is not None:
+        records += follow(run(swapped.encoded, range(len(swapped.origins)), changed), swapped, encoded)
     return Measured(encoded, indices, np.zeros((len(indices), 0, 0), np.float32), records)
+
+
+def _check_positions(wire: CodedWire, encoded: Encoded, indices: Sequence[int]) -> None:
+    """Refuses texts that have more positions, read twice or with question and answer, than a reader was trained on."""
+    cfg = wire.recipe.cfg
+    taught = any(ROWS[row].taught for row in cfg.eval.rows)
+    for name, reader in wire.recipe.wire.readers.items():
+        fields = encoded.readers[name]
+        longest = {key: max((len(field.ids[index]) for index in indices), default=0) for key, field in fields.items()}
+        before, text = longest["before"], max(longest["own"], longest["other"] * ("shuffled" in cfg.eval.rows))
+        prompt = max(longest["text"], before + text + longest["after"] + taught)
+        answer = max(longest["answer"] - 1, cfg.eval.max_new_tokens)  # EOS is no input
+        decoder.check_positions(
+            reader.config,
+            max(before + 2 * text + longest["again"], prompt + answer),
+            what=f"reader {name!r}: the longest text, read twice or with its question and answer, takes",
+            remedy=f"lower config.data.context_tokens={cfg.data.context_tokens:,} with data.overlong='drop' or 'cut', "
+            "or choose another reader",
+        )
 
 
 def _key(wire: CodedWire, encoded: Encoded) -> str:
@@ -68,7 +93,7 @@ def _key(wire: CodedWire, encoded: Encoded) -> str:
         del options["eval"][name]
     del options["mesh"]
     examples = [dataclasses.astuple(example) for example in encoded.examples]
-    return content_hash([wire.fingerprint, options, examples])
+    return content_hash([wire.fingerprint, options, examples, plan_cache.code()])
 
 
 def measure_times(wire: CodedWire, measured: Measured, name: str) -> tuple[Times, dict[str, float]]:
@@ -78,18 +103,21 @@ def measure_times(wire: CodedWire, measured: Measured, name: str) -> tuple[Times
     """
     place, tokens = median_text(measured, name, "text")
     example, params = measured.examples[place], wire.frozen[name]
-    message = wire.write(example.context, readers=(name,))
+    text = example.context
+    if wire.recipe.cfg.data.overlong == "cut":  # what the rows read of it
+        text = wire.recipe.tokenizers[name].decode(measured.encoded.readers[name]["own"].ids[measured.indices[place]])
+    message = wire.write(text, readers=(name,))
     section = wire.section(message, name)
 
     def begin(prompt: Prompt) -> None:
         jax.block_until_ready(wire.functions.begin(params, prompt, name, 1))
 
     first = {
-        "text": fastest(lambda: begin(wire.text_prompt(example.context, name, example.question))),
+        "text": fastest(lambda: begin(wire.text_prompt(text, name, example.question))),
         "latents": fastest(lambda: begin(wire.prompt([section], [example.question], name))),
     }
     return Times(first, tokens), {
-        "write_seconds": fastest(lambda: wire.write(example.context, readers=(name,))),
+        "write_seconds": fastest(lambda: wire.write(text, readers=(name,))),
         "open_seconds": fastest(lambda: wire.section(message, name)),
     }
 

@@ -109,7 +109,7 @@ class CodedWire(Answering):
                 places = range(len(section.ratios))
                 positions = " or ".join(f"{(section.levels > place).mean(axis=(0, 2)).sum():.1f}" for place in places)
                 parts.append(f"{name}: {tokens} tokens in {positions} positions, {size / tokens:.1f} bytes a token")
-        return "; ".join(parts)
+        return "; ".join(parts) or f"no part for {', '.join(self.codings)}"
 
     def section(self, message: bytes, reader: str) -> Section:
         """Returns a reader's part of a message. Raises UserError for one that it has no part in, or of another code."""

@@ -180,13 +180,12 @@ def _without_other_texts(options: Eval, encoded: Encoded) -> Eval:
 
 def _check_positions(recipe: LatentWire, encoded: Encoded, options: Eval) -> None:
     """Refuses prompts that, with their answer, have more positions than a reader was trained on."""
-    fields = eval_rows.fields_of(options.rows)
+    rows = [eval_rows.ROWS[row] for row in options.rows]
     for name, reader in recipe.wire.readers.items():
         lengths = {key: max(map(len, field.ids), default=0) for key, field in encoded.readers[name].items()}
         message = sum(lengths.get(key, 0) for key in ("before", "after")) + recipe.cfg.encoder.slots + 1
-        question = lengths.get("asked", 0)
-        text = max((lengths.get(key, 0) + question * (key == "context") for key in fields), default=0)
-        needed = max(message, text) + max(lengths["answer"] - 1, options.max_new_tokens)  # EOS is no input
+        prompts = [sum(lengths.get(key, 0) for key in row.fields) + row.taught for row in rows]
+        needed = max(message, *prompts) + max(lengths["answer"] - 1, options.max_new_tokens)  # EOS is no input
         decoder.check_positions(
             reader.config,
             needed,
@@ -203,6 +202,7 @@ def _make_swaps(recipe: LatentWire, encoded: Encoded) -> swaps.Swaps | None:
         return None
     indices = spread(len(encoded), options.examples)
     swapped = swaps.make(encoded, indices, layout=recipe.layout, fields=eval_rows.fields_of(rows))
+    _check_positions(recipe, swapped.encoded, dataclasses.replace(options, rows=tuple(rows)))
     _say(f"{', '.join(rows)}: {len(swapped.origins)} of {len(indices)} texts have an answer that can be replaced")
     return swapped
 

@@ -149,7 +149,7 @@ class LM:
         """
         key, count = jax.random.key(seed), len(ids)
         mesh = getattr(jax.tree.leaves(self.params)[0].sharding, "mesh", None)
-        if mesh is None or mesh.shape["data"] == 1:
+        if mesh is None or mesh.shape.get("data", 1) == 1:
             return np.asarray(self._continue(self.params, ids, mask, key, sampling))
         whole = place.round_up(count, mesh.shape["data"])
         number, several = processes.share()

@@ -17,6 +17,7 @@ import optax
 
 from lw_jax.core import config, precision, processes
 from lw_jax.core import rng as rngs
+from lw_jax.core.errors import UserError
 from lw_jax.core.files import content_hash
 from lw_jax.core.progress import phase
 from lw_jax.core.types import Example, Tree
@@ -65,6 +66,12 @@ def teach(recipe: WireReaders, frozen: Tree, *, batch: int, say: Callable[[str],
         cached: list | None = processes.from_first(lambda path=path, width=width: _read(path, width))
         if cached is None:
             vector, losses = _train(recipe, frozen[name], training, name, batch=batch)
+            if not np.isfinite(vector).all():
+                raise UserError(
+                    f"text_taught {name}: the vector diverged in {len(losses)} steps, from loss {losses[0]:.3f} to "
+                    f"{losses[-1]:.3f}, and must be finite; change config.eval.taught_steps or config.seed, or leave "
+                    "the rows with a learned vector out of config.eval.rows"
+                )
             say(
                 f"text_taught {name}: one vector taught the form of the answer in {len(losses)} steps of "
                 f"{training.describe()}, loss {losses[0]:.3f} at first, {np.mean(losses[-4:]):.3f} at last"

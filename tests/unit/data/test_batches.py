@@ -311,6 +311,32 @@ def test_text_of_several_windows_is_as_wide_as_whole_windows_and_limited_by_them
     assert bytes(valid(cut.collate([0])["source"], 0)).decode() == LONG.context[:300]
 
 
+class Counted(str):
+    """A text that counts how often it is compared."""
+
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __ne__(self, other):
+        Counted.compared += 1
+        return str(self) != str(other)
+
+
+def test_other_examples_are_the_next_ones_and_few_texts_are_compared():
+    rng = np.random.default_rng(0)
+    for count in range(9):
+        names = rng.choice(list("abc")[: 1 + count % 3], count)
+        wanted = [
+            next((j % count for j in range(i, i + count) if names[j % count] != name), i)
+            for i, name in enumerate(names)
+        ]
+        assert batches.other_examples([Example("", str(name), "?", ("a",)) for name in names]) == wanted
+    for last in "ab":
+        Counted.compared, names = 0, ["a"] * 99 + [last]
+        batches.other_examples([Example("", Counted(name), "?", ("a",)) for name in names])
+        assert Counted.compared <= 2 * len(names)
+
+
 def test_shuffled_sends_another_example_s_context_and_changes_nothing_else():
     twice = [CARDS[0], dataclasses.replace(CARDS[0], id="same card"), *CARDS[1:5]]
     encoded = batches.encode(twice, layout=layout())

@@ -1,11 +1,19 @@
 """What an evaluation leaves out or refuses: rows without a second text, swapped rows alone, prompts beyond a reader."""
 
+import contextlib
+import dataclasses
 import json
+import types
+from typing import Any
 
 import pytest
 
 from lw_jax.core.errors import UserError
-from lw_jax.inference import evaluation
+from lw_jax.data import prompt_tokens
+from lw_jax.evals import cache_rows
+from lw_jax.evals.control_rows import Measured
+from lw_jax.inference import coded_evaluation, evaluation
+from lw_jax.planning import plan_cache
 from tests import tiny
 
 ALL = ("text", "latents", "shuffled", "ceiling", "none")
@@ -49,3 +57,72 @@ def test_prompts_beyond_a_reader_s_positions_are_refused(root, tmp_path):
         evaluation.measure(wire)
     short = make(root, tmp_path, [f"Mara has 3 {words}.", "Tom has 3."], eval__rows=("latents", "none"), **long)
     assert evaluation.measure(short).records, "no row reads the text"
+
+
+def limit(monkeypatch, recipe, name, most):
+    """Lets a reader have been trained on so many positions."""
+    reader = recipe.wire.readers[name]
+    config = dataclasses.replace(reader.config, max_positions=most)
+    monkeypatch.setitem(recipe.wire.readers, name, dataclasses.replace(reader, config=config))
+
+
+def refused(short, match):
+    return pytest.raises(UserError, match=match) if short else contextlib.nullcontext()
+
+
+def longest(fields, *keys):
+    return sum(max(map(len, fields[key].ids)) for key in keys)
+
+
+def test_positions_have_the_learned_vector_and_are_those_of_swapped_texts_too(root, monkeypatch):
+    recipe = tiny.make_recipe(root, only="llama", eval__rows=("text_taught", "swapped_text"))
+    encoded = recipe.data("validation", rows=("context", "asked", "text"))
+    new = max(longest(encoded.readers["llama"], "answer") - 1, recipe.cfg.eval.max_new_tokens)
+    needed = longest(encoded.readers["llama"], "context", "asked") + 1 + new
+    for short in (0, 1):
+        limit(monkeypatch, recipe, "llama", needed - short)
+        with refused(short, "'llama'"):
+            evaluation._check_positions(recipe, encoded, dataclasses.replace(recipe.cfg.eval, rows=("text_taught",)))
+    limit(monkeypatch, recipe, "llama", 20)
+    with refused(True, "'llama'"):
+        evaluation._make_swaps(recipe, encoded)
+
+
+def make_coded(root, **changes) -> Any:
+    """A wire of kind "cache" without weights."""
+    recipe = tiny.make_recipe(root, only="qwen", encoder__kind="cache", encoder__width=200, **changes)
+    return types.SimpleNamespace(
+        recipe=recipe, codes={}, frozen={"qwen": {}}, functions=None, fingerprint="", codings={}
+    )
+
+
+def test_texts_that_cannot_be_read_twice_are_refused_before_any_is_measured(root, monkeypatch):
+    wire, measured = make_coded(root), []
+    monkeypatch.setattr(cache_rows, "measure", lambda *given, **options: measured.append(given) or [])
+    fields = wire.recipe.encode(wire.recipe.examples("validation")).readers["qwen"]
+    for short in (0, 1):
+        limit(monkeypatch, wire.recipe, "qwen", longest(fields, "before", "own", "own", "again") - short)
+        with refused(short, "'qwen'.*context_tokens"):
+            coded_evaluation.measure(wire, batch=8, say=lambda _: None)
+    assert len(measured) == 1
+
+
+def test_records_of_another_program_are_of_another_key(root, monkeypatch):
+    wire = make_coded(root)
+    encoded = wire.recipe.encode(wire.recipe.examples("validation")[:2])
+    key = coded_evaluation._key(wire, encoded)
+    monkeypatch.setattr(plan_cache, "code", lambda: "of another version")
+    assert coded_evaluation._key(wire, encoded) != key
+
+
+def test_a_message_is_timed_with_what_the_rows_read_of_a_text(root):
+    wire, written = make_coded(root, data__overlong="cut", data__context_tokens=40), []
+    encoded, tokenizer = wire.recipe.encode(wire.recipe.examples("validation")), wire.recipe.tokenizers["qwen"]
+    wire.write = lambda text, **named: written.append(text)
+    wire.section = wire.prompt = wire.text_prompt = lambda *given: None
+    wire.functions = types.SimpleNamespace(begin=lambda *given: 0)
+    measured = Measured(encoded, [0], encoded.count_slots([0]), [])
+    coded_evaluation.measure_times(wire, measured, "qwen")
+    (cut,), whole, own = set(written), encoded.examples[0].context, encoded.readers["qwen"]["own"].ids[0]
+    assert cut and whole.startswith(cut.strip()) and len(cut) < len(whole)
+    assert len(prompt_tokens.tokenize(tokenizer, [cut])[0]) <= len(own) + 1

@@ -98,6 +98,12 @@ def test_folder_without_a_tokenizer_gives_logits(folder, tmp_path, lm):
         lw_jax.load_lm(folder, weights="nf4")
 
 
+def test_a_mesh_without_a_data_axis_generates_on_the_whole_of_it(folder, monkeypatch):
+    split = lw_jax.load_lm(folder, mesh=jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("model",)))
+    monkeypatch.setattr(split, "_continue", lambda params, ids, *rest: ids)
+    assert split.generate(TEXTS, max_new_tokens=NEW)[1].endswith(TEXTS[1])
+
+
 def test_what_is_drawn_follows_the_seed_and_not_the_devices(lm, folder):
     """Two devices share three rows, the last filled up."""
     split = lw_jax.load_lm(folder, mesh=meshes.make(data=2, model=1, devices=jax.devices()[:2]))

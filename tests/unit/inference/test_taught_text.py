@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lw_jax.core.errors import UserError
 from lw_jax.data import batches
 from lw_jax.hub import sources
 from lw_jax.inference import taught_text
@@ -41,6 +42,14 @@ def test_a_damaged_vector_in_the_cache_is_trained_anew(root, tmp_path):
         file.write_bytes(damaged)
         np.testing.assert_array_equal(teach(root), found)
         assert file.read_bytes() == whole
+
+
+def test_a_vector_that_diverged_is_refused_and_not_kept(root, monkeypatch):
+    recipe = tiny.make_recipe(root, eval__taught_steps=4, only="llama")
+    monkeypatch.setattr(taught_text, "_train", lambda *given, **options: (np.full((1, 48), np.nan, "f"), [np.nan] * 4))
+    with pytest.raises(UserError, match=r"text_taught llama: .*taught_steps"):
+        taught_text.teach(recipe, {"llama": {}}, batch=8)
+    assert not list((sources.cache_root() / "taught").glob("*"))
 
 
 def sums(recipe, fields, *, whole=False):

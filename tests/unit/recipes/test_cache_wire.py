@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import sys
+import types
 from typing import Any
 
 import jax
@@ -92,6 +93,12 @@ def test_the_bytes_say_what_was_written(wire, message):
     assert 0.4 < (section.levels > 0).mean() < 0.6
     told = wire.describe(message)
     assert f"{len(section.numbers)} tokens" in told and "llama" in told and "qwen" in told
+
+
+def test_a_message_without_a_part_for_any_reader_is_said_to_have_none(monkeypatch):
+    monkeypatch.setattr(cache_codec, "read_frame", lambda message: {"1" * 16: message})
+    wire: Any = types.SimpleNamespace(codings={"llama": types.SimpleNamespace(fingerprint="0" * 16)})
+    assert CodedWire.describe(wire, b"of other readers") == "no part for llama"
 
 
 @pytest.mark.slow
