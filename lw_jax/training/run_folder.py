@@ -130,8 +130,12 @@ def lock(workdir: Path) -> None:
         _log.warning("%s: %s; %s", path, error.strerror, consequence)
     user = os.environ.get("USER") or f"uid {os.getuid()}"
     owner = _Owner(user, socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S %z"))
-    os.ftruncate(file, 0)
-    os.write(file, msgspec.json.encode(owner))
+    try:
+        os.ftruncate(file, 0)
+        os.write(file, msgspec.json.encode(owner))
+    except OSError as error:  # a full disk
+        os.close(file)
+        raise UserError(f"{path}: {error.strerror}; the run's folder must be writable: choose --workdir.") from error
     _locks[path.absolute()] = file
 
 
