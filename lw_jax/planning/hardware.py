@@ -8,6 +8,7 @@ import jax
 
 from lw_jax.core import validation
 from lw_jax.core.config import Config
+from lw_jax.core.config_keys import refuse
 from lw_jax.core.errors import UserError
 from lw_jax.planning import gpus
 from lw_jax.planning.gpus import Target
@@ -34,7 +35,8 @@ class Hardware:
 
     @property
     def limit(self) -> MemoryLimit:
-        assert self.room is not None, "planning needs the devices' memory"
+        if self.room is None:
+            refuse("mesh.memory_gb", 0, "must be set (1e9 bytes): the system reports no memory of its devices.")
         return self.room
 
     @property

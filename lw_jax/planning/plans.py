@@ -130,7 +130,7 @@ class Plan:
 def layout(placed: Placement) -> dict[str, Any]:
     return {
         "mesh": mesh_of(placed),
-        "data": -1 if placed.on_several_meshes else placed.data,
+        "data": -1 if placed.strategy in ("hybrid3", "hybrid4") else placed.data,
         "model": placed.learner.shape["model"] if placed.strategy in ("tensor", "split") else 1,
         "devices_used": placed.devices,
     }

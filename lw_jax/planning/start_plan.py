@@ -92,9 +92,8 @@ def of_target(cfg: Config, target: str, *, estimate: bool = False) -> StartPlan:
 
 
 def of_cpu(cfg: Config, speed: Speed) -> StartPlan:
-    memory = int(cfg.mesh.memory_gb * 1e9) or host_memory.available() or 0
-    room = memory_limit.of_devices(cfg, memory)
-    return make(cfg, Hardware(jax.devices("cpu")[:1], room, name="cpu"), speed)
+    room = memory_limit.of_devices(cfg, host_memory.available() or 0)
+    return make(cfg, Hardware(jax.devices("cpu")[:1], room if room.memory else None, name="cpu"), speed)
 
 
 def make(cfg: Config, on: Hardware, speed: Speed | None) -> StartPlan:

@@ -13,9 +13,9 @@ from lw_jax.core import schema
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.schema import Index, Size
-from lw_jax.evals.curve import Count, Curve, Figure, Known, Positive, Word
+from lw_jax.evals.curve import Count, Curve, Known, Positive, Word
 from lw_jax.evals.results import Results
-from lw_jax.training.run_folder import read_config, read_metrics, read_rows
+from lw_jax.training.run_folder import read_config, read_devices, read_metrics, read_rows
 
 TEXTS = ("config.diff", "command.txt", "versions.json")
 REMEDY = "the file must be as this version writes it: remove it, or write it anew with its command"
@@ -36,21 +36,6 @@ class Prediction(TypedDict):
     prediction: str
     em: Known
     f1: Known
-
-
-class Device(TypedDict):
-    """A row of devices.jsonl: means over `samples` samples."""
-
-    device: Word
-    samples: Annotated[int, Meta(ge=1, le=2**31 - 1)]
-    seconds: Annotated[float, Meta(ge=0, le=1e12)]
-    utilisation: NotRequired[Figure]
-    memory_bytes: NotRequired[Figure]
-    card_bytes: NotRequired[Figure]
-    celsius: NotRequired[Figure]
-    watts: NotRequired[Figure]
-    peak_bytes: NotRequired[Figure]
-    limit_bytes: NotRequired[Figure]
 
 
 class Hardware(TypedDict, total=False):
@@ -153,7 +138,7 @@ def read(workdir: Path) -> Run:
         evaluation=_read(workdir / "eval.json", Results, {}),
         predictions=_read_rows(workdir / "predictions.jsonl", Prediction),
         slots=_read_slots(workdir / "slots.json"),
-        devices=[row for path in sorted(workdir.glob("devices*.jsonl")) for row in _read_rows(path, Device)],
+        devices=read_devices(workdir),
         hardware=_read(workdir / "hardware.json", Hardware, {}),
         scaling=_read(workdir / "scaling.json", list[Scaling], []),
         leaves=_read_leaves(workdir / "checkpoints"),

@@ -13,7 +13,7 @@ from lw_jax.planning import gpus
 from lw_jax.planning.plans import Candidate, Plan
 from lw_jax.training import hardware_record
 from lw_jax.training.hardware_record import HardwareRecord
-from lw_jax.training.run_folder import read_config, read_metrics, read_rows
+from lw_jax.training.run_folder import read_config, read_devices, read_metrics
 
 NAMED = 3  # differing values in a line
 
@@ -63,7 +63,7 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
     if not seconds:
         rule = f"they are logged every train.log_every = {old.train.log_every} steps: let that run train longer"
         raise UserError(f"--measured {workdir}: no seconds a step in {log.name}; {rule}, or leave the flag out.")
-    devices = [row for path in sorted(workdir.glob("devices*.jsonl")) for row in read_rows(path)]
+    devices = read_devices(workdir)
     peaks = [row["peak_bytes"] for row in devices if row.get("time", 0) >= hardware.since_time and "peak_bytes" in row]
     changes = (line for line in diff(meaning(old), meaning(cfg)) if not line.startswith("train.steps:"))
     return Record(

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import msgspec
 from ml_collections import ConfigDict
@@ -103,6 +103,34 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return read_rows(path, kind=dict[_Name, _Value], required=_Logged)
 
 
+_Figure = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
+
+
+class Device(TypedDict):
+    """A row of devices.jsonl: means over `samples` samples."""
+
+    device: Annotated[str, msgspec.Meta(max_length=10_000)]
+    samples: schema.Size
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+    time: NotRequired[_Figure]
+    utilisation: NotRequired[_Figure]
+    memory_bytes: NotRequired[_Figure]
+    card_bytes: NotRequired[_Figure]
+    celsius: NotRequired[_Figure]
+    watts: NotRequired[_Figure]
+    peak_bytes: NotRequired[_Figure]
+    limit_bytes: NotRequired[_Figure]
+
+
+def read_devices(workdir: Path) -> list[dict[str, Any]]:
+    """Returns the rows of every process's devices*.jsonl; raises UserError for one that is no `Device`."""
+    rows, remedy = [], "the file must be as training wrote it: restore it, or remove it"
+    for path in sorted(workdir.glob("devices*.jsonl")):
+        for number, row in enumerate(read_rows(path), 1):
+            rows.append(schema.convert(row, Device, where=f"{path}: row {number}", remedy=remedy))
+    return rows
+
+
 def lock(workdir: Path) -> None:
     """Locks the run's folder for the lifetime of this process; a second call does nothing.
 
@@ -130,8 +158,12 @@ def lock(workdir: Path) -> None:
         _log.warning("%s: %s; %s", path, error.strerror, consequence)
     user = os.environ.get("USER") or f"uid {os.getuid()}"
     owner = _Owner(user, socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S %z"))
-    os.ftruncate(file, 0)
-    os.write(file, msgspec.json.encode(owner))
+    try:
+        os.ftruncate(file, 0)
+        os.write(file, msgspec.json.encode(owner))
+    except OSError as error:  # a full disk
+        os.close(file)
+        raise UserError(f"{path}: {error.strerror}; the run's folder must be writable: choose --workdir.") from error
     _locks[path.absolute()] = file
 
 

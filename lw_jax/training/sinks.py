@@ -87,6 +87,17 @@ def _convert(*kinds: type[Exception]) -> Iterator[None]:
         raise Failed(" ".join(str(error).split())[:_SHOWN] or type(error).__name__) from error
 
 
+@contextlib.contextmanager
+def _end_if_failed(service: "Service") -> Iterator[None]:
+    """Ends the run that a service has opened where the rest of its start fails."""
+    try:
+        yield
+    except Failed:
+        with contextlib.suppress(Failed):
+            service.close(1)
+        raise
+
+
 def _set_defaults(**variables: str) -> None:
     for name, value in variables.items():
         os.environ.setdefault(name, value)
@@ -118,6 +129,7 @@ class WandB:
                 config=to_dict(cfg),
                 allow_val_change=True,  # of keys such as train.log_every, from one start to the next
             )
+        with _end_if_failed(self), _convert(*self._kinds):
             self._run.define_metric("step")
             self._run.define_metric("*", step_metric="step")
 
@@ -150,6 +162,7 @@ class MLflow:
         self._kinds = mlflow.MlflowException, OSError  # the second of its local stores
         with _convert(*self._kinds):
             self.run = mlflow.start_run(run_id=run or None, run_name=folder.name).info.run_id
+        with _end_if_failed(self), _convert(*self._kinds):
             if not run:
                 mlflow.log_params(flatten(to_dict(cfg)))
             self._client = mlflow.MlflowClient()

@@ -359,12 +359,13 @@ def test_flags_of_every_candidate_run_that_candidate(count, batch, root):
         assert again == placed, "settle and the flags mean the same"
 
 
-def test_flags_of_a_split_over_pairs_keep_the_pairs(root):
-    cfg = make_searched_config(root, mesh__placement="split", mesh__model=2)
+@pytest.mark.parametrize(("data", "taken"), [(-1, 2), (1, 1)])
+def test_flags_of_a_split_over_pairs_keep_the_pairs(data, taken, root):
+    cfg = make_searched_config(root, mesh__placement="split", mesh__data=data, mesh__model=2)
     (row,) = planner.make(cfg, "h100x8", estimate=True).candidates
-    assert (row.mesh, row.model) == ("llama 2x2, qwen 2x2", 2)
+    assert (row.mesh, row.model) == (f"llama {taken}x2, qwen {taken}x2", 2)
     assert row.overrides() == {
-        **{"mesh.placement": "split", "mesh.data": -1, "mesh.model": 2},
+        **{"mesh.placement": "split", "mesh.data": taken, "mesh.model": 2},
         **{"train.micro_batch": row.micro_batch, "compute.remat": row.remat},
     }
 

@@ -7,7 +7,8 @@ import pytest
 from configs import pair_8b
 from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
-from lw_jax.planning import plan_tables, start_plan
+from lw_jax.planning import host_memory, plan_tables, planner, start_plan
+from lw_jax.planning.roofline import Speed
 from tests import tiny
 
 CACHE = {"encoder__kind": "cache", "encoder__ratio": 4, "encoder__width": 200, "encoder__texts": 24, "train__steps": 0}
@@ -64,6 +65,15 @@ def test_the_cpu_is_planned_by_compiling_and_as_json(root, capsys):
     assert found["target"] == "cpu" and found["compiled"] and found["hours"] > 0
     for part in ("reading", "writing"):
         assert 0.4 < reader[part]["estimate_bytes"] / reader[part]["peak_bytes"] < 2.5
+
+
+@pytest.mark.parametrize("make", [lambda cfg: start_plan.of_cpu(cfg, Speed({}, 1, 1)), planner.plan_run])
+@pytest.mark.parametrize("steps", [0, 5])
+def test_devices_that_report_no_memory_need_it_configured(root, monkeypatch, make, steps):
+    monkeypatch.setattr(host_memory, "available", lambda: None)
+    cfg = tiny.make_config(root, only="llama", **CACHE | {"train__steps": steps}, mesh__memory_gb=0.0)
+    with pytest.raises(UserError, match=r"mesh\.memory_gb = 0"):
+        make(cfg)
 
 
 def test_a_job_is_written_and_what_needs_steps_is_refused(tmp_path, monkeypatch, large, capsys):

@@ -129,7 +129,7 @@ def test_a_job_of_every_strategy_is_accepted_whatever_its_file_sets(strategy, co
     words = make(planned(dataclasses.replace(CHOSEN, strategy=strategy, **plans.layout(placed)))).command
     found = command_line.take_assignments(words)[0]
     del found["seed"]
-    data = 3 if strategy in ("replicate", "fsdp", "tensor") else -1
+    data = {"replicate": 3, "fsdp": 3, "tensor": 3, "split": 2}.get(strategy, -1)
     assert found == {
         **{"mesh.placement": strategy, "mesh.data": str(data), "mesh.model": str(model)},
         **{"train.micro_batch": "8", "compute.remat": "none"},

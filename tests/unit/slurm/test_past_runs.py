@@ -21,6 +21,7 @@ from tests.unit.slurm import test_job
 
 KIND = "NVIDIA H100 80GB HBM3"
 HARDWARE = {"kind": KIND, "card": "h100", "devices": 3, "hosts": 1, "strategy": "fsdp", "remat": "full"}
+DEVICE = {"device": "gpu0", "samples": 10, "seconds": 10.0}
 CHOSEN = dataclasses.replace(
     test_job.CHOSEN,
     strategy="fsdp",
@@ -54,7 +55,7 @@ def write(folder: Path, cfg: Config, *, hardware: dict[str, Any] = HARDWARE, lap
     rows += [{"step": 10 * (i + 1), "train/seconds_per_step": lap} for i, lap in enumerate(laps)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, peaks in (("devices.jsonl", (31.5e9, 41.2e9)), ("devices-1.jsonl", (38.0e9,))):
-        lines = [{"time": 100.0 + i, "device": "gpu0", "peak_bytes": peak} for i, peak in enumerate(peaks)]
+        lines = [DEVICE | {"time": 100.0 + i, "peak_bytes": peak} for i, peak in enumerate(peaks)]
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -125,6 +126,8 @@ def test_other_machine_than_the_target_is_refused_with_both_and_the_remedy(tmp_p
         ("metrics.jsonl", None, "no seconds a step"),
         (hardware_record.FILE, None, r"hardware\.json: missing"),
         (hardware_record.FILE, '{"kind": "x"}', r"hardware\.json: .*as training wrote it"),
+        ("devices.jsonl", json.dumps(DEVICE | {"time": "x", "peak_bytes": 3}), r"devices\.jsonl: row 1.*time"),
+        ("devices-1.jsonl", json.dumps(DEVICE | {"time": 7, "peak_bytes": None}), r"devices-1\.jsonl: row 1.*peak_b"),
         ("config.json", None, "no run was started there"),
     ],
 )

@@ -117,6 +117,16 @@ def test_second_run_in_a_folder_is_refused_by_name_and_a_killed_one_s_lock_is_ta
     assert json.loads((tmp_path / run_folder.LOCK).read_text("utf-8"))["process"] == os.getpid()
 
 
+def test_lock_on_a_full_disk_is_refused_by_file_and_let_go(tmp_path: Path) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match=rf"{run_folder.LOCK}: No space left"):
+        patch.setattr(os, "write", refuse)
+        run_folder.lock(tmp_path)
+    run_folder.lock(tmp_path)
+
+
 def test_lock_follows_no_link(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "precious").write_text("kept")

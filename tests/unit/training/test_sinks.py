@@ -79,14 +79,14 @@ class Standin:
             rows.append((row["step"], {name: value for name, value in row.items() if name != "step"}))
 
         def finish(exit_code):
-            self.meet("finish")
             self.ends.append(exit_code)
+            self.meet("finish")
 
         return types.SimpleNamespace(
             log=log,
             finish=finish,
             mark_preempting=lambda: self.ends.append("preempting"),
-            define_metric=lambda name, step_metric=None: None,
+            define_metric=lambda name, step_metric=None: self.meet("define_metric"),
         )
 
     # mlflow
@@ -101,6 +101,7 @@ class Standin:
         return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id))
 
     def log_params(self, params):
+        self.meet("log_params")
         self.params["mlflow"].append(params)
 
     def MlflowClient(self):
@@ -196,6 +197,17 @@ def test_library_that_cannot_open_is_refused_first_and_left_out_of_a_resumed_run
     assert line.startswith(f"warning: {name}: ")
     resumed.write(1, loss(1))
     assert [step for one in BOTH if one != name for rows in libraries.rows[one].values() for step, _ in rows] == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "kind", "end"),
+    [("wandb", "define_metric", Standin.Error, 1), ("mlflow", "log_params", Standin.MlflowException, "FAILED")],
+)
+def test_run_that_opens_by_half_is_ended(libraries, tmp_path, name, call, kind, end):
+    libraries.down = {call: kind, "finish": kind}
+    with pytest.raises(UserError, match=call):
+        sinks.Services(make_config(name), tmp_path)
+    assert libraries.ends == [end]
 
 
 # --- the libraries themselves
