@@ -122,7 +122,8 @@ class Run:
         size = processes.from_first(lambda: needs.largest)
         if size < needs.batch:
             self.validation_loop.take(size or self.placement.data)
-            self.reporter.say(f"{needs.description}; the run takes it; the metrics stay the same")
+            taken = "takes it" if size else "tries that"
+            self.reporter.say(f"{needs.description}; the run {taken}; the metrics stay the same")
 
     def _restore_or_initialise(self, session: _Session) -> None:
         """Restores the last checkpoint, or initialises the state and the data position.
