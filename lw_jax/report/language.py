@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lw_jax.data.tokens import ByteTokenizer
 from lw_jax.report import series
 from lw_jax.report.device_use import by_device, mean_of
 from lw_jax.report.figures import Panel
@@ -59,7 +58,11 @@ def parameters(run: Run) -> int:
 
 def _vocabulary(run: Run) -> int:
     """Returns the tokens of the run's vocabulary; 0 where its tokenizer's file alone says how many."""
-    return ByteTokenizer().vocab if run.cfg.ttt.tokenizer == "bytes" else run.cfg.ttt.vocab
+    if run.cfg.ttt.tokenizer != "bytes":
+        return run.cfg.ttt.vocab
+    from lw_jax.data.tokens import ByteTokenizer  # imports tokenizers and gguf
+
+    return ByteTokenizer().vocab
 
 
 def window(run: Run) -> int:
