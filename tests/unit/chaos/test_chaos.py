@@ -1,5 +1,6 @@
 """Mutated inputs of every kind of tests/chaos; `make chaos` draws more of them (CHAOS_INPUTS) from another seed."""
 
+import math
 import os
 from pathlib import Path
 
@@ -14,6 +15,8 @@ SEED, MORE = int(os.environ.get("CHAOS_SEED", "7")), int(os.environ.get("CHAOS_I
 TRIED = {kind: (40, 1) for kind in KINDS}
 TRIED |= {"configuration": (30, 2), "report": (30, 25), "report-language": (24, 4)}
 TRIED = dict.fromkeys(KINDS, (MORE, 1)) if MORE else TRIED
+# One of so many inputs at least is refused: beside a damaged checkpoint lies a whole one, and most texts are texts.
+FEW = {"checkpoint": math.inf, "passages-text": 16}
 
 
 @pytest.mark.parametrize("name", TRIED)
@@ -24,5 +27,5 @@ def test_no_input_ends_in_a_traceback_or_is_wrongly_taken(name: str, tmp_path: P
     found = [(case.name, judge(kind, sample, case, tmp_path / str(i))) for i, case in enumerate(cases)]
     assert found[0][1].word == "accepted", found[0]
     refused = sum(outcome.word == "refused" for _, outcome in found)
-    assert refused > len(found) / 4 or name == "checkpoint"  # beside a damaged one lies a whole one
+    assert refused > len(found) / FEW.get(name, 4)
     assert not [(case, outcome) for case, outcome in found if outcome.word in BAD]
