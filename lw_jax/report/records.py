@@ -15,7 +15,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.schema import Index, Size
 from lw_jax.evals.curve import Count, Curve, Known, Positive, Word
 from lw_jax.evals.results import Results
-from lw_jax.training.run_folder import read_config, read_devices, read_metrics, read_rows
+from lw_jax.training.run_folder import read_config, read_devices, read_metrics, read_typed_rows
 
 TEXTS = ("config.diff", "command.txt", "versions.json")
 REMEDY = "the file must be as this version writes it: remove it, or write it anew with its command"
@@ -129,14 +129,14 @@ def read(workdir: Path) -> Run:
     Raises:
       UserError: not a run's folder, or a file that is not as training or evaluation writes it.
     """
-    log = workdir / "metrics.jsonl"
+    log, predictions = workdir / "metrics.jsonl", workdir / "predictions.jsonl"
     return Run(
         workdir=workdir,
         cfg=read_config(workdir),
         metrics=read_metrics(log) if log.exists() else [],
         logged=datetime.fromtimestamp(log.stat().st_mtime, UTC) if log.exists() else None,
         evaluation=_read(workdir / "eval.json", Results, {}),
-        predictions=_read_rows(workdir / "predictions.jsonl", Prediction),
+        predictions=read_typed_rows(predictions, Prediction, remedy=REMEDY) if predictions.exists() else [],
         slots=_read_slots(workdir / "slots.json"),
         devices=read_devices(workdir),
         hardware=_read(workdir / "hardware.json", Hardware, {}),
@@ -157,11 +157,6 @@ def _read(path: Path, kind: Any, otherwise: Any) -> Any:
         return schema.read(path, kind, remedy=REMEDY)
     except FileNotFoundError:
         return otherwise
-
-
-def _read_rows(path: Path, kind: Any) -> list[dict[str, Any]]:
-    rows = read_rows(path) if path.exists() else []
-    return [schema.convert(row, kind, where=f"{path}: row {i}", remedy=REMEDY) for i, row in enumerate(rows, 1)]
 
 
 def _read_slots(path: Path) -> list[list[float]]:

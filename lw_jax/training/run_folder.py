@@ -95,6 +95,12 @@ def read_rows(path: Path, *, kind: Any = dict[str, Any], required: Any = None) -
     return rows
 
 
+def read_typed_rows(path: Path, kind: Any, *, remedy: str) -> list[dict[str, Any]]:
+    """Returns `read_rows` of a file; raises UserError for a row that is not of the `kind`."""
+    rows = enumerate(read_rows(path), 1)
+    return [schema.convert(row, kind, where=f"{path}: row {number}", remedy=remedy) for number, row in rows]
+
+
 class _Logged(TypedDict):
     step: schema.Index
 
@@ -124,11 +130,8 @@ class Device(TypedDict):
 
 def read_devices(workdir: Path) -> list[dict[str, Any]]:
     """Returns the rows of every process's devices*.jsonl; raises UserError for one that is no `Device`."""
-    rows, remedy = [], "the file must be as training wrote it: restore it, or remove it"
-    for path in sorted(workdir.glob("devices*.jsonl")):
-        for number, row in enumerate(read_rows(path), 1):
-            rows.append(schema.convert(row, Device, where=f"{path}: row {number}", remedy=remedy))
-    return rows
+    remedy, paths = "the file must be as training wrote it: restore it, or remove it", workdir.glob("devices*.jsonl")
+    return [row for path in sorted(paths) for row in read_typed_rows(path, Device, remedy=remedy)]
 
 
 def lock(workdir: Path) -> None:
