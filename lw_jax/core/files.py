@@ -42,6 +42,17 @@ def expand(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
+def make_cache(folder: Path) -> Path:
+    """Makes a folder of the cache. Raises UserError where it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: cannot be made ({error.strerror}); set LW_JAX_CACHE to a writable folder"
+        ) from error
+    return folder
+
+
 def write_whole(path: Path, text: str) -> None:
     with whole(path) as partial:
         partial.write_text(text, encoding="utf-8")

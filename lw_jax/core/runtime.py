@@ -14,6 +14,7 @@ import jax
 from lw_jax.core import launcher, precision, process_start, processes
 from lw_jax.core.environment import idle_libraries, memory_fraction
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import make_cache
 
 REQUEUE = process_start.REQUEUE
 _LEAST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
@@ -108,12 +109,7 @@ def enable_compile_cache(folder: Path) -> None:
         jax.config.update(_LEAST.lower(), 0.0)
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        rule = "downloads and compiled programs are cached there: set LW_JAX_CACHE to a writable folder"
-        raise UserError(f"{folder}: {error.strerror}; {rule}.") from error
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_dir", str(make_cache(folder)))
     if not os.access(folder, os.W_OK):  # or JAX would warn of each program that it cannot write
         jax.config.update(_LEAST.lower(), math.inf)
 

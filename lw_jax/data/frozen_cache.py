@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import content_hash, locked, whole
+from lw_jax.core.files import content_hash, locked, make_cache, whole
 from lw_jax.core.progress import phase
 
 Rows = dict[str, Any]  # arrays [b ...]
@@ -29,13 +29,7 @@ class Store:
     def __init__(self, root: Path, meaning: Any, *, rows: Mapping[str, tuple[tuple[int, ...], type]]):
         self.rows = {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in rows.items()}
         shapes = {name: [shape, str(dtype)] for name, (shape, dtype) in self.rows.items()}
-        self.folder = root / content_hash([FORMAT, meaning, shapes], size=8)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"{self.folder}: cannot be made ({error.strerror}); set LW_JAX_CACHE to a folder that can be"
-            ) from error
+        self.folder = make_cache(root / content_hash([FORMAT, meaning, shapes], size=8))
         self._rows: dict[bytes, int] = {}
 
     def fill(

