@@ -49,31 +49,28 @@ _HARMLESS = HARMLESS | {
     "tie_word_embeddings",
 }
 _LAYER = "encoder.layer.{}."
-TENSORS: dict[str, Row] = {
-    name: Row(stored, "", split)  # no GGUF: its BERT files are not read
-    for name, (stored, split) in {
-        "embed": ("embeddings.word_embeddings.weight", None),
-        "position_embed": ("embeddings.position_embeddings.weight", None),
-        "type_embed": ("embeddings.token_type_embeddings.weight", None),
-        "embed_norm": ("embeddings.LayerNorm.weight", None),
-        "embed_norm_bias": ("embeddings.LayerNorm.bias", None),
-        "layers/q": (_LAYER + "attention.self.query.weight", 0),
-        "layers/q_bias": (_LAYER + "attention.self.query.bias", 0),
-        "layers/k": (_LAYER + "attention.self.key.weight", 0),
-        "layers/k_bias": (_LAYER + "attention.self.key.bias", 0),
-        "layers/v": (_LAYER + "attention.self.value.weight", 0),
-        "layers/v_bias": (_LAYER + "attention.self.value.bias", 0),
-        "layers/o": (_LAYER + "attention.output.dense.weight", 1),
-        "layers/o_bias": (_LAYER + "attention.output.dense.bias", None),
-        "layers/attn_norm": (_LAYER + "attention.output.LayerNorm.weight", None),
-        "layers/attn_norm_bias": (_LAYER + "attention.output.LayerNorm.bias", None),
-        "layers/up": (_LAYER + "intermediate.dense.weight", None),
-        "layers/up_bias": (_LAYER + "intermediate.dense.bias", None),
-        "layers/down": (_LAYER + "output.dense.weight", None),
-        "layers/down_bias": (_LAYER + "output.dense.bias", None),
-        "layers/mlp_norm": (_LAYER + "output.LayerNorm.weight", None),
-        "layers/mlp_norm_bias": (_LAYER + "output.LayerNorm.bias", None),
-    }.items()
+TENSORS = {
+    "embed": Row("embeddings.word_embeddings.weight"),
+    "position_embed": Row("embeddings.position_embeddings.weight"),
+    "type_embed": Row("embeddings.token_type_embeddings.weight"),
+    "embed_norm": Row("embeddings.LayerNorm.weight"),
+    "embed_norm_bias": Row("embeddings.LayerNorm.bias"),
+    "layers/q": Row(_LAYER + "attention.self.query.weight", split=0),
+    "layers/q_bias": Row(_LAYER + "attention.self.query.bias", split=0),
+    "layers/k": Row(_LAYER + "attention.self.key.weight", split=0),
+    "layers/k_bias": Row(_LAYER + "attention.self.key.bias", split=0),
+    "layers/v": Row(_LAYER + "attention.self.value.weight", split=0),
+    "layers/v_bias": Row(_LAYER + "attention.self.value.bias", split=0),
+    "layers/o": Row(_LAYER + "attention.output.dense.weight", split=1),
+    "layers/o_bias": Row(_LAYER + "attention.output.dense.bias"),
+    "layers/attn_norm": Row(_LAYER + "attention.output.LayerNorm.weight"),
+    "layers/attn_norm_bias": Row(_LAYER + "attention.output.LayerNorm.bias"),
+    "layers/up": Row(_LAYER + "intermediate.dense.weight"),
+    "layers/up_bias": Row(_LAYER + "intermediate.dense.bias"),
+    "layers/down": Row(_LAYER + "output.dense.weight"),
+    "layers/down_bias": Row(_LAYER + "output.dense.bias"),
+    "layers/mlp_norm": Row(_LAYER + "output.LayerNorm.weight"),
+    "layers/mlp_norm_bias": Row(_LAYER + "output.LayerNorm.bias"),
 }
 _UNREAD = ("pooler.", "cls.", "embeddings.position_ids")  # beside the body, or following from its sizes
 
@@ -97,8 +94,8 @@ def present_name(stored: str) -> str | None:
     return name
 
 
-def bert_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str = "config.json") -> BertConfig:
-    """Returns the body's configuration from Hugging Face fields; see `families.decoder_config`.
+def bert_config(fields: Mapping[str, Any], *, where: str) -> BertConfig:
+    """Returns the body's configuration from the fields of its config.json.
 
     Raises:
         UserError: another family, a size missing, or a field that changes the mathematics.
@@ -108,7 +105,7 @@ def bert_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str = "
             f"{where}: model_type={fields.get('model_type')!r:.80}; encoder.kind 'bert' reads model_type 'bert' "
             "(MiniLM and other BERT-class bodies state it too); a Llama or Qwen body is encoder.kind 'lm'"
         )
-    refuse_fields(fields, raw_keys, required=_REQUIRED, must=_MUST_EQUAL, free=_REQUIRED | _HARMLESS, where=where)
+    refuse_fields(fields, set(fields), required=_REQUIRED, must=_MUST_EQUAL, free=_REQUIRED | _HARMLESS, where=where)
     cfg = BertConfig(**msgspec.structs.asdict(config_json.check(fields, _Fields, where)))
     if cfg.width % cfg.heads:
         raise UserError(

@@ -115,7 +115,7 @@ class Row(NamedTuple):
     """One leaf's names in both file formats ({} is the layer), and the axis of [out, in] that splits into heads."""
 
     hugging_face: str
-    gguf: str
+    gguf: str = ""  # empty: that format has no such model, or ours does not read it
     split: int | None = None
 
 
@@ -370,7 +370,7 @@ def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
         "tie_word_embeddings": cfg.tied,
         "pad_token_id": None,  # or Phi-3's default, beyond a small vocabulary
         "rope_theta": cfg.rope_theta,
-        "rope_scaling": rope_fields.write_scaling(cfg.rope_scaling),
+        "rope_scaling": None if cfg.rope_scaling is None else rope_fields.write_scaling(cfg.rope_scaling),
     } | {key: value for key, value in optional.items() if key in family.read}
 
 

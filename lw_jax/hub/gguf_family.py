@@ -10,7 +10,7 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.schema import Size
-from lw_jax.hub import config_json
+from lw_jax.hub import config_json, rope_fields
 from lw_jax.hub.config_json import Layers, Positive
 from lw_jax.hub.families import TENSORS, Slot, list_slots
 from lw_jax.models.decoder import DecoderConfig, abstract
@@ -137,14 +137,7 @@ def _rope(factors: np.ndarray | None, theta: float, head_dim: int, where: str) -
     expected = llama3_divisors(scaling, theta, head_dim)
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=_FACTOR_TOLERANCE, atol=0.0):
         raise UserError(f"{where}: tensor rope_freqs.weight is not the frequency scaling of Llama 3.x; not supported")
-    return {
-        "rope_type": "llama3",
-        "rope_theta": theta,
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_positions,
-    }
+    return {"rope_theta": theta} | rope_fields.write_scaling(scaling)
 
 
 def llama3_divisors(scaling: Llama3Scaling, theta: float, head_dim: int) -> np.ndarray:

@@ -4,6 +4,7 @@ The `gguf` package's own reader makes several arrays for every token of the voca
 this takes 0.4 s, on 2 busy cores) and reports a truncated file by an error of numpy's. Its dequantisation is used.
 """
 
+import dataclasses
 import functools
 import math
 import struct
@@ -23,20 +24,27 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
 
-class TensorInfo(NamedTuple):
-    """One row of the tensor table; `shape` is [out, in], `offset` counts from the start of the file."""
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """Position of one tensor's bytes in a file, of this format or another; `shape` is [out, in] for a matrix."""
 
+    file: Path
+    name: str
     kind: str
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # from the start of the file
     nbytes: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.file}: tensor {self.name}"
 
 
 class Header(NamedTuple):
     """Header of a file; array fields are lists."""
 
     metadata: dict[str, Any]
-    tensors: dict[str, TensorInfo]
+    tensors: dict[str, Stored]
 
 
 class _Cursor:
@@ -93,23 +101,20 @@ def _read_header(path: Path, size: int, _changed: int) -> Header:
     if magic != MAGIC:
         raise UserError(f"{path}: does not begin with {MAGIC!r}, so it is no GGUF file; name a .gguf file")
     try:
-        header = _parse(_Cursor(np.memmap(path, np.uint8, "r").data))
+        header = _parse(path, _Cursor(np.memmap(path, np.uint8, "r").data))
     except EOFError:
         raise UserError(
             f"{path}: its header ends past the file's {size} bytes; it is cut off, fetch it again"
         ) from None
     except (ValueError, TypeError, ArithmeticError, LookupError) as error:
         raise UserError(f"{path}: malformed or unsupported GGUF header ({error}); fetch or convert it again") from error
-    for name, info in header.tensors.items():
-        if info.offset + info.nbytes > size:
-            raise UserError(
-                f"{path}: tensor {name} ends at byte {info.offset + info.nbytes}, the file at {size}; "
-                "it is cut off, fetch it again"
-            )
+    for stored in header.tensors.values():
+        if (end := stored.offset + stored.nbytes) > size:
+            raise UserError(f"{stored.label} ends at byte {end}, the file at {size}; it is cut off, fetch it again")
     return header
 
 
-def _parse(cursor: _Cursor) -> Header:
+def _parse(path: Path, cursor: _Cursor) -> Header:
     cursor.take(len(MAGIC))
     version = cursor.scalar("<I")
     if version not in _VERSIONS:
@@ -119,13 +124,13 @@ def _parse(cursor: _Cursor) -> Header:
     for _ in range(field_count):
         key = cursor.string()
         metadata[key] = cursor.value(cursor.scalar("<I"))
-    table = [_tensor(cursor) for _ in range(tensor_count)]
+    table = [_tensor(path, cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     data = -(-cursor.position // alignment) * alignment
-    return Header(metadata, {name: info._replace(offset=info.offset + data) for name, info in table})
+    return Header(metadata, {row.name: dataclasses.replace(row, offset=row.offset + data) for row in table})
 
 
-def _tensor(cursor: _Cursor) -> tuple[str, TensorInfo]:
+def _tensor(path: Path, cursor: _Cursor) -> Stored:
     """Returns one row of the table, its offset still from the start of the tensors' bytes."""
     name, axes = cursor.string(), cursor.scalar("<I")
     dims = [cursor.scalar("<Q") for _ in range(axes)]
@@ -135,4 +140,4 @@ def _tensor(cursor: _Cursor) -> tuple[str, TensorInfo]:
         raise ValueError(f"tensor {name}: rows of {dims[:1]} values do not fill {kind.name} blocks of {block}")
     # the format lists the fastest dimension first
     nbytes = math.prod(dims) // block * block_bytes
-    return name, TensorInfo(kind.name, tuple(reversed(dims)), cursor.scalar("<Q"), nbytes)
+    return Stored(path, name, kind.name, tuple(reversed(dims)), cursor.scalar("<Q"), nbytes)

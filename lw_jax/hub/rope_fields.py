@@ -74,9 +74,7 @@ def kind_of(scaling: Llama3Scaling | LongRope | None) -> str:
     return {type(None): "default", Llama3Scaling: "llama3", LongRope: "longrope"}[type(scaling)]
 
 
-def write_scaling(scaling: Llama3Scaling | LongRope | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
+def write_scaling(scaling: Llama3Scaling | LongRope) -> dict[str, Any]:
     if isinstance(scaling, LongRope):
         return {
             "rope_type": "longrope",

@@ -5,7 +5,6 @@ safetensors' `get_slice` takes twice the time (docs/architecture.md), and the li
 Nothing is ever unpickled. Weights are checked to be finite in the chunk that has just been read or converted.
 """
 
-import dataclasses
 import json
 import math
 import re
@@ -24,7 +23,7 @@ from safetensors.numpy import save_file
 
 from lw_jax.core import schema
 from lw_jax.core.errors import UserError
-from lw_jax.hub.gguf_header import read_header
+from lw_jax.hub.gguf_header import Stored, read_header
 
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _NUMBERS = FLOATS | {"I32": np.int32, "I8": np.int8}  # read as they are; AWQ's words of eight nibbles, a wire's codes
@@ -43,29 +42,10 @@ class _Index(msgspec.Struct, frozen=True):
     weight_map: Annotated[dict[str, _FileName], msgspec.Meta(min_length=1)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """Position of one tensor's bytes in a file; `shape` is [out, in] for a matrix."""
-
-    file: Path
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-    @property
-    def label(self) -> str:
-        return f"{self.file}: tensor {self.name}"
-
-
 def list_tensors(location: Path) -> dict[str, Stored]:
     if not location.is_dir():
         require_gguf(location)
-        return {
-            name: Stored(location, name, info.kind, info.shape, info.offset, info.nbytes)
-            for name, info in read_header(location).tensors.items()
-        }
+        return dict(read_header(location).tensors)
     files, promised = _safetensors_files(location)
     catalogue: dict[str, Stored] = {}
     for file in files:

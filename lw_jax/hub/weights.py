@@ -88,8 +88,7 @@ def describe_bert(location: Path) -> BertConfig:
     if not location.is_dir():
         raise UserError(f"{location}: a BERT-class body is a folder with config.json and *.safetensors; name one")
     file = location / "config.json"
-    fields = _read_json(file)
-    return bert_family.bert_config(fields, raw_keys=set(fields), where=str(file))
+    return bert_family.bert_config(_read_json(file), where=str(file))
 
 
 def is_ttt(location: Path) -> bool:
@@ -157,7 +156,9 @@ def load(
     sources = _sources(location, cfg, is_awq=packed == "awq")
     if "head" in shapes and cfg.tied:
         sources[("head",), None] = sources[("embed",), None]
-    row_order = functools.partial(_row_order, location, cfg)
+    # A folder's rows are in our order whatever its family.
+    architecture = "" if location.is_dir() else model_type(location)
+    row_order = functools.partial(gguf_family.row_order, cfg, architecture)
     return _fill(location, shapes, sources, shardings=shardings, row_order=row_order, packed=packed)
 
 
@@ -295,12 +296,6 @@ def _read_leaf(
     *out, _ = shapes["codes"].shape
     matrix = read_tensor(stored, np.float32, order).reshape(*out, stored.shape[1])
     return jax.device_get(quant.pack(matrix, packed))
-
-
-def _row_order(location: Path, cfg: DecoderConfig, path: tuple[str, ...]) -> np.ndarray | None:
-    if location.is_dir():
-        return None
-    return gguf_family.row_order(cfg, read_header(location).metadata["general.architecture"], path)
 
 
 def _sources(location: Path, cfg: DecoderConfig, *, is_awq: bool) -> dict[Place, Stored | awq.Matrix]:
