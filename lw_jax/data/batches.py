@@ -186,7 +186,7 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
     }
 
     def kept_field(key: str, ids: list[np.ndarray], pad: int) -> Field:
-        return field([ids[i] for i in keep], pad, left=key != "answer", limit=limits.get(key))
+        return field([ids[i] for i in keep], pad, left=key != "answer", limit=limits.get(key, 0))
 
     return Encoded(
         examples=tuple(examples[i] for i in keep),
@@ -232,21 +232,20 @@ def encode_prompts(asked: Sequence[Example], *, layout: Layout, rows: Iterable[s
 def source_field(ids: list[np.ndarray], layout: Layout) -> Field:
     """Returns the encoder's field; beyond one window its width is a whole number of windows."""
     longest = max(map(len, ids))
-    width = (
-        width_of(longest, layout.window) if longest <= layout.window else -(-longest // layout.window) * layout.window
-    )
+    windows = -(-longest // layout.window)
+    width = width_of(longest, layout.window) if windows < 2 else windows * layout.window
     return Field(ids, width, layout.source.pad, left=False, limit=layout.window * layout.windows)
 
 
-def field(ids: list[np.ndarray], pad: int, *, left: bool, limit: int | None = None) -> Field:
-    """Returns a field as wide as its longest row, rounded up but to no more than `limit`."""
-    return Field(ids, width_of(max(map(len, ids)), limit), pad, left, limit or 0)
+def field(ids: list[np.ndarray], pad: int, *, left: bool, limit: int = 0) -> Field:
+    """Returns a field as wide as its longest row, rounded up but to no more than `limit` (0: none)."""
+    return Field(ids, width_of(max(map(len, ids)), limit), pad, left, limit)
 
 
-def width_of(longest: int, limit: int | None) -> int:
-    """Returns the width of rows of which the longest is this: rounded up, but to no more than `limit`."""
+def width_of(longest: int, limit: int) -> int:
+    """Returns the width of rows of which the longest is this: rounded up, but to no more than `limit` (0: none)."""
     width = -(-longest // MULTIPLE) * MULTIPLE
-    return width if limit is None else min(width, limit)
+    return min(width, limit) if limit else width
 
 
 def fill(batch: Batch, rows: int) -> Batch:

@@ -45,14 +45,12 @@ def render(template: str, values: Mapping[str, Any], *, where: str, remedy: str)
         raise UserError(f"{where}: the chat template fails ({reason}); {remedy}") from error
 
 
-def as_given(turns: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns turns as templates are given them: without empty keys, reasoning under both names that templates read."""
+def as_given(turns: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns turns as templates are given them: reasoning under both names that templates read."""
     messages = []
     for turn in turns:
-        turn = {key: value for key, value in turn.items() if value is not None}
-        if (thought := next((turn[key] for key in REASONING if key in turn), None)) is not None:
-            turn = {"thinking": thought, **turn, "reasoning_content": thought}
-        messages.append(turn)
+        thought = next((turn[key] for key in REASONING if key in turn), None)
+        messages.append(turn if thought is None else {"thinking": thought, **turn, "reasoning_content": thought})
     return messages
 
 

@@ -19,31 +19,26 @@ _READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)  # batches; pad
 
 
 class Loader:
-    """An iterator over this process's share of every global batch of a data schedule.
+    """An iterator over one process's share of every global batch of a data schedule.
 
-    The shares of all processes, concatenated in process order, are the batch that one process alone would see; their
-    lengths differ by one at most. Raises UserError when a stream is smaller than a global batch, or the batch smaller
-    than the number of processes.
+    `share` is the process's number and how many there are. The shares of all processes, concatenated in their order,
+    are the batch that one process alone would see; their lengths differ by one at most. Raises UserError when a stream
+    is smaller than a global batch, or the batch smaller than the number of processes.
     """
 
     def __init__(
-        self,
-        data_schedule: DataSchedule,
-        *,
-        global_batch: int,
-        seed: int,
-        process_index: int = 0,
-        process_count: int = 1,
+        self, data_schedule: DataSchedule, *, global_batch: int, seed: int, share: tuple[int, int] = (0, 1)
     ) -> None:
         refuse_small(data_schedule, global_batch)
-        if global_batch < process_count:
-            rule = f"must be at least the number of processes, {process_count}; start fewer, or raise it"
+        process, count = share
+        if global_batch < count:
+            rule = f"must be at least the number of processes, {count}; start fewer, or raise it"
             raise UserError(f"config.train.global_batch={global_batch}: {rule}")
-        share = slice(*(global_batch * process // process_count for process in (process_index, process_index + 1)))
+        rows = slice(global_batch * process // count, global_batch * (process + 1) // count)
         self._identity = {"examples": list(map(len, data_schedule.streams)), "global_batch": global_batch, "seed": seed}
         self._batches = iter(
             grain.MapDataset.range(FOREVER)
-            .map(lambda number: data_schedule.batch(number, global_batch=global_batch, seed=seed, share=share))
+            .map(lambda number: data_schedule.batch(number, global_batch=global_batch, seed=seed, share=rows))
             .to_iter_dataset(_READ)
         )
 

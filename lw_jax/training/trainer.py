@@ -84,13 +84,8 @@ class Run:
         with phase("reading and tokenising the data"):
             data_schedule = self.recipe.data_schedule()
         self.reporter.say(*data_schedule.describe())
-        loader = Loader(
-            data_schedule,
-            global_batch=self.cfg.train.global_batch,
-            seed=self.cfg.seed,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-        )
+        batch, seed = self.cfg.train.global_batch, self.cfg.seed
+        loader = Loader(data_schedule, global_batch=batch, seed=seed, share=processes.share())
         self._choose_micro_batch(data_schedule)
         session = _Session(loader, start=loader.state(), frozen=None, first=0, revalidate=False)
         self._restore_or_initialise(session)
