@@ -57,9 +57,6 @@ class Corpus(_Meta, frozen=True, kw_only=True, dict=True):
 
     folder: Path
 
-    def read(self, start: int, count: int) -> np.ndarray:
-        return self.rows([start], count)[0]
-
     def rows(self, starts: Iterable[int], count: int) -> np.ndarray:
         """Returns ids i32[n count] from each of the positions on. Raises IndexError beyond the ends."""
         starts = list(starts)

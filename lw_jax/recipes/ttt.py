@@ -117,7 +117,7 @@ class TTT(Recipe):
     def validation(self) -> list[tuple[str, Windows]]:
         """Returns the held-out windows with the unigram and bigram baselines of the training text."""
         train, held_out = self._spans
-        ids = train.corpus.read(train.start, min(len(train), BASELINE_TOKENS))
+        ids = train.corpus.rows([train.start], min(len(train), BASELINE_TOKENS))[0]
         # The bigram's discount is tuned on the last tenth, outside the counts.
         cut = len(ids) - len(ids) // 10
         with phase("counting pairs of tokens for the bigram baseline"):

@@ -62,7 +62,7 @@ def expected(texts=KEPT):
 
 
 def everything(packed):
-    return packed.read(0, packed.tokens)
+    return packed.rows([0], packed.tokens)[0]
 
 
 def test_every_document_is_followed_by_eos_and_blank_ones_are_counted_apart(tmp_path, source, tiny):
@@ -73,7 +73,7 @@ def test_every_document_is_followed_by_eos_and_blank_ones_are_counted_apart(tmp_
     assert (packed.documents, packed.blank) == (len(KEPT), 2)
     assert packed.bytes == sum(len(text.encode()) for text in KEPT) == packed.tokens - len(KEPT)
     with pytest.raises(IndexError):
-        packed.read(packed.tokens - 9, 10)
+        packed.rows([packed.tokens - 9], 10)
 
 
 def test_text_in_pieces_is_one_document(tmp_path, monkeypatch):
@@ -203,9 +203,8 @@ def test_split_shares_one_token_that_is_a_target_of_the_first_side_alone(tmp_pat
     assert (first.start, last.stop) == (0, packed.tokens)
     assert first.stop - 1 == last.start and last.start % length == 0
     assert 0 <= len(last) - 1 - held_out * (packed.tokens - 1) < length
-    np.testing.assert_array_equal(
-        np.concatenate([packed.read(0, len(first)), packed.read(last.start, len(last))[1:]]), everything(packed)
-    )
+    (head,), (tail,) = packed.rows([0], len(first)), packed.rows([last.start], len(last))
+    np.testing.assert_array_equal(np.concatenate([head, tail[1:]]), everything(packed))
 
 
 def test_split_that_leaves_a_side_without_a_window_is_refused(tmp_path, source):

@@ -94,5 +94,6 @@ def test_a_config_in_the_hubs_cache_goes_before_the_table(tmp_path, monkeypatch)
 )
 def test_a_name_that_leads_nowhere_is_refused_with_the_nearest_known_one(source, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert sources.cached(source) is sources.cached("") is None
     with pytest.raises(UserError, match=f"source '{source}': .*'Qwen/Qwen2.5-0.5B'"):
         architectures.find(source)
