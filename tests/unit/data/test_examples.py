@@ -63,10 +63,8 @@ def test_squad_keeps_distinct_references_in_order_and_tells_unanswerable_ones(tm
     assert "skipped 1 of 3 questions" in caplog.text
 
 
-@pytest.mark.parametrize("shape", ["file", "hub"])
-def test_hotpot_paragraphs_become_titled_text(tmp_path, shape):
-    paragraphs = [["Ed", ["Ed ran.", " He won."]], ["Al", ["Al sat."]]]
-    context = paragraphs if shape == "file" else {"title": ["Ed", "Al"], "sentences": [p[1] for p in paragraphs]}
+def test_hotpot_paragraphs_become_titled_text(tmp_path):
+    context = [["Ed", ["Ed ran.", " He won."]], ["Al", ["Al sat."]]]
     rows = [{"_id": "h", "answer": "yes", "question": "Did Ed run?", "context": context, "supporting_facts": []}]
     read = examples.read(write(tmp_path / "hotpot.json", json.dumps(rows)))
     assert read == [Example("h", "Ed: Ed ran. He won.\n\nAl: Al sat.", "Did Ed run?", ("yes",))]

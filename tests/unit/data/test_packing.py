@@ -106,8 +106,8 @@ def test_a_row_holds_its_questions_one_behind_the_other_and_where_their_answers_
     assert len(filled) == 5 and not filled[3:].any() and filled[0].any()
 
 
-def test_what_is_drawn_is_drawn_once_a_text(make):
-    schedule = DataSchedule((Phase(1, ((training(make()), 1.0),), slots=(2, 5)),))
+def test_what_is_drawn_is_drawn_once_a_text(packed):
+    schedule = DataSchedule((Phase(1, ((packed, 1.0),), slots=(2, 5)),))
     whole = schedule.batch(3, global_batch=16, seed=0, share=slice(0, 16))
     for fields in whole["readers"].values():
         assert fields["channel"].shape == (16, 3) and len(set(fields["channel"][:, 0])) == 2
@@ -177,9 +177,8 @@ def test_planned_batch_has_the_fields_of_a_real_one_and_validation_one_question(
 
 
 def test_a_row_has_room_for_the_longest_question_with_its_answer(make):
-    cfg = make().cfg
     with pytest.raises(UserError, match=r"config\.data\.packed_tokens = 70"):
-        validation.validate(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, packed_tokens=70)))
+        validation.validate(make(data__packed_tokens=70).cfg)
 
 
 WINDOWED = dataclasses.replace(tiny.DECODER, window=5)
@@ -197,27 +196,29 @@ LONG = rotary.LongRope(short=(1.0,) * 5, long=(2.0,) * 5, gain=1.1, original_max
 )
 def test_a_packed_text_has_the_states_that_it_has_alone(cfg, before):
     params, rng = tiny.draw_decoder(cfg), np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
-    common, texts = draw(1, 4, cfg.width), [draw(1, length, cfg.width) for length in (6, 1, 5)]
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    common, texts = draw(4, cfg.width), [draw(length, cfg.width) for length in (6, 1, 5)]
     given = {}
     if before == "keys and values":
-        given["kv_prefix"] = decoder.KVPrefix(
-            draw(cfg.layers, 1, 3, cfg.kv_heads, cfg.head_dim),
-            draw(cfg.layers, 1, 3, cfg.kv_heads, cfg.head_dim),
-            jnp.array([[True, False, True]]),
-        )
+        keys, values = (draw(cfg.layers, 1, 3, cfg.kv_heads, cfg.head_dim) for _ in range(2))
+        given["kv_prefix"] = decoder.KVPrefix(*map(jnp.asarray, (keys, values, [[True, False, True]])))
     if before == "a shared prefix":
-        given["shared_prefix"] = decoder.SharedPrefix(draw(1, 3, cfg.width), jnp.ones((1, 3), bool))
-    real = jnp.array([[True, True, False, True]])  # padding among the common positions
+        given["shared_prefix"] = decoder.SharedPrefix(jnp.asarray(draw(1, 3, cfg.width)), jnp.ones((1, 3), bool))
 
-    def read(parts, segments=None):
-        mask = jnp.concatenate([real, jnp.ones((1, sum(part.shape[1] for part in parts)), bool)], axis=1)
-        x = jnp.concatenate([common, *parts], axis=1)
-        if segments is not None:
-            segments = jnp.asarray([segments], jnp.int32)
-        return tiny.compiled(decoder.forward, params, cfg, x, mask=mask, segments=segments, **given).hidden[0, 4:]
+    @jax.jit
+    def forward(x, mask, segments=None):
+        return decoder.forward(params, cfg, x[None], mask=mask[None], segments=segments, **given).hidden[0, 4:]
 
-    packed = read(texts, [0] * 4 + [1] * 6 + [2] + [3] * 5)
-    alone = jnp.concatenate([read([text]) for text in texts])
-    np.testing.assert_allclose(packed, alone, atol=2e-5)
-    assert np.abs(read(texts) - alone).max() > 1e-2, "unpacked they see each other"
+    def read(text, length, segments=None):
+        """Returns the states of a text, padded to one length for all, behind the common positions."""
+        x = np.concatenate([common, text, np.zeros((length - len(text), cfg.width), np.float32)])
+        mask = np.arange(len(x)) < 4 + len(text)
+        mask[2] = False  # padding among the common positions
+        return forward(x, mask, segments)[: len(text)]
+
+    def read_packed(numbers):
+        return read(np.concatenate(texts), 12, np.array([[0] * 4 + numbers], np.int32))
+
+    alone = np.concatenate([read(text, 6) for text in texts])
+    np.testing.assert_allclose(read_packed([1] * 6 + [2] + [3] * 5), alone, atol=2e-5)
+    assert np.abs(read_packed([1] * 12) - alone).max() > 1e-2, "as one text they see each other"

@@ -28,14 +28,14 @@ def ask(reply):
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One family's special tokens, its template, and what a short talk becomes in it."""
+    """One family's special tokens, its template, what a short prompt becomes in it, and what ends a turn."""
 
     specials: tuple[str, ...]  # the first one pads
     begin: str
     eos: str
     template: str
     prompt: str
-    chosen: str
+    end: str
 
 
 FAMILIES = {
@@ -45,7 +45,7 @@ FAMILIES = {
         "<|end_of_text|>",
         "{{ bos_token }}" + LOOP + LLAMA_HEAD + ask(LLAMA_REPLY),
         "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhi he<|eot_id|>" + LLAMA_REPLY,
-        "hey you<|eot_id|>",
+        "<|eot_id|>",
     ),
     "phi3": Kind(
         ("<pad>", "<s>", "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"),
@@ -55,7 +55,7 @@ FAMILIES = {
         + "<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n"
         + "{% else %}{{ eos_token }}{% endif %}",
         "<|user|>\nhi he<|end|>\n<|assistant|>\n",
-        "hey you<|end|>",
+        "<|end|>",
     ),
     "qwen": Kind(
         ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
@@ -65,7 +65,7 @@ FAMILIES = {
         + "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
         + ask("<|im_start|>assistant\n"),
         "<|im_start|>user\nhi he<|im_end|>\n<|im_start|>assistant\n",
-        "hey you<|im_end|>",
+        "<|im_end|>",
     ),
     "tinyllama": Kind(
         ("<unk>", "<s>", "</s>"),
@@ -73,14 +73,8 @@ FAMILIES = {
         "</s>",
         ZEPHYR + ask("<|assistant|>\n"),
         "<s><|user|>\nhi he</s>\n<|assistant|>\n",
-        "hey you</s>",
+        "</s>",
     ),
-}
-END = {
-    "llama3": "<|eot_id|>",
-    "phi3": "<|end|>",
-    "qwen": "<|im_end|>",
-    "tinyllama": "</s>",
 }
 MERGES = [("Ċ", "Ċ"), ("h", "e"), ("he", "y"), ("Ġ", "y"), ("h", "i")]
 
@@ -162,22 +156,22 @@ def test_chat_writes_the_talk_in_the_format_of_the_family(load, family, form):
     tokenizer, kind = load(family), FAMILIES[family]
     pair = encode_one(tokenizer, talk() if form == "turns" else Preference("f:1", "hi he", "hey you", "no"))
     assert pair.prompt.tolist() == tokenizer.encode(kind.prompt)
-    assert whole(pair)[0] == tokenizer.encode(kind.prompt + kind.chosen)
-    assert whole(pair)[1] == tokenizer.encode(kind.prompt + "no" + END[family])
+    assert whole(pair)[0] == tokenizer.encode(kind.prompt + "hey you" + kind.end)
+    assert whole(pair)[1] == tokenizer.encode(kind.prompt + "no" + kind.end)
     assert pair.chosen.dtype == pair.rejected.dtype == pair.prompt.dtype == np.int32
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tail", ["{0}{0}", "{0}\n{eos} \n"])
 def test_double_eos_where_a_conversation_already_holds_an_end(load, family, tail):
-    tokenizer = load(family)
-    tail = tail.format(END[family], eos=FAMILIES[family].eos)
+    tokenizer, kind = load(family), FAMILIES[family]
+    tail = tail.format(kind.end, eos=kind.eos)
     assert whole(encode_one(tokenizer, talk(chosen="hey you" + tail))) == whole(encode_one(tokenizer, talk()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_text_ends_with_one_terminator_and_keeps_its_white_space(load, family):
-    tokenizer, eos, end = load(family), FAMILIES[family].eos, END[family]
+    tokenizer, eos, end = load(family), FAMILIES[family].eos, FAMILIES[family].end
     for reply, written in (
         (" hey \n", f" hey \n{eos}"),
         (f"hey{eos}", f"hey{eos}"),

@@ -1,10 +1,8 @@
 """lw_jax/data/windows.py: windows of a corpus as a stream, in the order of a seed, with a rate that warms up."""
 
-import jax
 import numpy as np
 import pytest
 
-from lw_jax.core.types import Task
 from lw_jax.data.corpus import Span, pack
 from lw_jax.data.tokens import ByteTokenizer
 from lw_jax.data.windows import WarmupSchedule, Windows
@@ -24,7 +22,7 @@ def windows(packed):
 
 
 def test_windows_are_the_tokens_of_their_span_each_target_once(packed):
-    ids = packed.read(0, packed.tokens)
+    ids = packed.rows([0], packed.tokens)[0]
     for span in packed.split(0.25, length=LENGTH):
         windows = Windows(span, LENGTH, "lm")
         count = (len(span) - 1) // LENGTH
@@ -45,13 +43,6 @@ def test_batch_has_what_a_course_and_a_loss_ask_for(windows):
         assert fields[name].dtype == np.float32
         np.testing.assert_array_equal(fields[name], np.ones(shape))
     assert (windows.task, windows.slots, windows.width) == ("text", 0, 0)
-
-
-def test_windows_that_measure_are_of_another_structure(windows):
-    measured = Windows(windows.span, LENGTH, "lm", measure=True)
-    trained, told = (one.collate(range(8)) for one in (windows, measured))
-    assert told["readers"]["lm"]["task"] == Task("measure") and trained["readers"]["lm"]["task"] == Task("train")
-    assert jax.tree.structure(trained) != jax.tree.structure(told)
 
 
 def test_last_window_needs_a_target_for_its_last_input(packed):
