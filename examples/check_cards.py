@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from examples import elastic_demo
 from examples.elastic_demo import Placed
+from lw_jax.core.command_line import take_assignments
 from lw_jax.core.errors import UserError, leave
 from lw_jax.core.process_start import REQUEUE
 from lw_jax.training import metrics
@@ -60,15 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--virtual", type=int, default=0, help="CPU devices in the place of cards")
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps of every run (default: 10)")
-    args, overrides = parser.parse_known_args(argv)
-    if unknown := [word for word in overrides if not word.startswith("--config.")]:
-        parser.error(f"{unknown[0]!r} is neither an option nor --config.section.key=value")
+    assignments, words = take_assignments(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(words)
     begun, environ = time.monotonic(), environment(args.virtual)
     found = measure_all_reduce(environ)
     rows = [("devices", found["line"].removeprefix("device: "), "")]
     if found["devices"] > 1:
         rows.append(("all-reduce", f"{MEGABYTES} MB a card", f"{found['gb_per_second']:.1f} GB/s"))
-    overrides = ["--config.compute.dtype=fp32", *overrides]
+    overrides = {"compute.dtype": "fp32"} | assignments
     with tempfile.TemporaryDirectory() as folder:
         worst, curves = 0.0, {}
         possible = placements(found["devices"])
@@ -122,7 +122,7 @@ def measure_all_reduce(environ: Mapping[str, str]) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def stop_and_resume(placed: Placed, folder: Path, overrides: Sequence[str], environ: Mapping[str, str]) -> float:
+def stop_and_resume(placed: Placed, folder: Path, overrides: Mapping[str, object], environ: Mapping[str, str]) -> float:
     """Returns how far a run that is stopped by SIGTERM, as a queue does, and started again goes from a whole one.
 
     Raises:

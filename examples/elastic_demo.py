@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from lw_jax.core.command_line import take_assignments
 from lw_jax.core.errors import UserError, leave
 from lw_jax.training import metrics
 
@@ -59,9 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps of every run (default: 30)")
     parser.add_argument("--output", type=Path, default=Path("elastic_demo.png"), help="the picture")
     parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS), help="default: all")
-    args, overrides = parser.parse_known_args(argv)
-    if unknown := [word for word in overrides if not word.startswith("--config.")]:
-        parser.error(f"{unknown[0]!r} is neither an option nor --config.section.key=value")
+    overrides, words = take_assignments(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as scratch:
 
         def run(name: str) -> tuple[str, list[float]]:
@@ -83,13 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if spread <= TOLERANCE else 1
 
 
-def command(placed: Placed, workdir: Path, steps: int, overrides: Sequence[str]) -> list[str]:
-    """Returns the command of a run."""
+def command(placed: Placed, workdir: Path, steps: int, overrides: Mapping[str, object]) -> list[str]:
+    """Returns the command of a run; `overrides`: values of its configuration by dotted key."""
     settings = {"mesh.placement": placed.strategy, "mesh.model": placed.model, "train.steps": steps}
     settings |= SMALLER | {"train.log_every": 1, "train.eval_every": 0, "train.alarm_step": 0, "eval.examples": 1}
-    words = [f"--config.{path}={value}" for path, value in settings.items()]
-    run = [sys.executable, str(ROOT / "run.py"), "--config", "configs/smoke.py", "--workdir", str(workdir)]
-    return [*run, *words, *overrides]
+    words = [f"--config.{path}={value}" for path, value in {**settings, **overrides}.items()]
+    return [sys.executable, str(ROOT / "run.py"), "--config", "configs/smoke.py", "--workdir", str(workdir), *words]
 
 
 def cpu_environment(devices: int) -> dict[str, str]:
@@ -101,7 +100,7 @@ def cpu_environment(devices: int) -> dict[str, str]:
 
 
 def train(
-    placed: Placed, workdir: Path, steps: int, overrides: Sequence[str], environ: Mapping[str, str]
+    placed: Placed, workdir: Path, steps: int, overrides: Mapping[str, object], environ: Mapping[str, str]
 ) -> tuple[str, list[float]]:
     """Returns what a run of its own process says of its placement, and its losses.
 

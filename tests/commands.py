@@ -84,15 +84,3 @@ def compile_for_absent_gpus(code: str, **environ: str) -> list[Any]:
 
 QUESTION = ["--question", "Where does Mara Ellis live?"]
 TEXT = "Mara Ellis lives in Lisbon."
-
-
-TINY = (
-    "--config.llms.llama.source=selfmade:llama --config.llms.qwen.source=selfmade:qwen "
-    "--config.llms.llama.weights=fp32 --config.llms.qwen.weights=fp32 "
-    "--config.llms.llama.template=plain --config.llms.qwen.template=plain "
-    "--config.encoder.kind=bytes --config.encoder.source= --config.encoder.width=32 --config.encoder.slots=8 "
-    "--config.encoder.layers=1 --config.encoder.window=256 --config.adapter.hidden=64 --config.adapter.start=random "
-    "--config.data.train=cards --config.data.validation=cards --config.data.cards=128 --config.data.facts=1 "
-    "--config.selfmade.steps=2 --config.optim.warmup_steps=1 --config.train.steps=4 --config.train.global_batch=32 "
-    "--config.train.micro_batch=8 --config.train.log_every=1 --config.compute.dtype=fp32 --config.eval.examples=16"
-).split()

@@ -1,7 +1,7 @@
 """A model hub on 127.0.0.1: as much of its protocol as huggingface_hub needs to make, fill and read repositories.
 
-`start` serves it from a thread; `HF_ENDPOINT` or `point` leads the hub's client there. Files go through the commit
-itself, never through LFS or Xet: `preupload` answers "regular" for all.
+`start` serves it from a thread; `point` leads the hub's client there. Files go through the commit itself, never through
+LFS or Xet: `preupload` answers "regular" for all.
 """
 
 import base64
@@ -158,11 +158,6 @@ def start() -> Iterator[Hub]:
         finally:
             hub.shutdown()
             thread.join()
-
-
-def environment(address: str, cache: Path, *, token: str = TOKEN) -> dict[str, str]:
-    """Returns the variables that lead a new process to the hub, with an empty cache of its own."""
-    return {"HF_ENDPOINT": address, "HF_HOME": str(cache), "HF_TOKEN": token, "HF_HUB_OFFLINE": "0"}
 
 
 def point(patch: pytest.MonkeyPatch, address: str, cache: Path, *, token: str = TOKEN) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lw_jax.commands.parser import COMMANDS
+from lw_jax.commands.parser import COMMANDS, is_list
 from lw_jax.core import config, config_file, validation
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
@@ -48,10 +48,6 @@ def load(args: argparse.Namespace, *, search: bool = False) -> list[Loaded]:
         specs = ", ".join(run.spec for run in runs if run.workdir.name == twins[0])
         raise UserError(f"--config {args.config}: {specs} would share the folder {twins[0]}; rename one of the files")
     return [run._replace(workdir=parent / run.workdir.name) for run in runs]
-
-
-def is_list(args: argparse.Namespace) -> bool:
-    return (args.config or "").endswith(".list")
 
 
 def list_workdir(args: argparse.Namespace) -> Path:

@@ -16,7 +16,6 @@ from lw_jax.core.version import __version__
 
 DEFAULT = "train"
 PROGRAM = "lw-jax" if Path(sys.argv[0]).name == "lw-jax" else "python run.py"
-USAGE = f"{PROGRAM} [COMMAND] --config FILE[:recipe] [--config.section.key=value ...] [--workdir DIR]"
 
 
 def _whole(text: str) -> int:
@@ -284,7 +283,7 @@ def _build() -> argparse.ArgumentParser:
     examples = "\n".join(_example(name, command.examples[0]) for name, command in COMMANDS.items())
     parser = _Parser(
         prog=PROGRAM,
-        usage=USAGE,
+        usage=f"{PROGRAM} [COMMAND] --config FILE[:recipe] [--config.section.key=value ...] [--workdir DIR]",
         description="\n\n".join(groups),
         epilog=f"{PROGRAM} COMMAND --help lists the flags of a command.\n\nexamples:\n{examples}",
         formatter_class=layout,
@@ -315,8 +314,12 @@ def _example(name: str, arguments: str) -> str:
     return f"  {PROGRAM} {arguments}" if name == DEFAULT else f"  {PROGRAM} {name} {arguments}"
 
 
+def is_list(args: argparse.Namespace) -> bool:
+    return (args.config or "").endswith(".list")
+
+
 def _find_fault(args: argparse.Namespace) -> str:
-    listed = (args.config or "").endswith(".list")
+    listed = is_list(args)
     if listed and args.verb != "slurm":
         return f"--config {args.config}: only 'slurm' takes a list, {args.verb!r} takes one configuration"
     if args.verb == "report" and args.assignments:

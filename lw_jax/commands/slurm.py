@@ -5,7 +5,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lw_jax.commands.loading import PROJECT, Loaded, is_list, list_workdir
+from lw_jax.commands.loading import PROJECT, Loaded, list_workdir
+from lw_jax.commands.parser import is_list
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.planning import planner

@@ -21,7 +21,6 @@ from lw_jax.training.memory import bytes_of
 from lw_jax.training.recipe import Recipe
 from lw_jax.training.trainer import Run
 from sharding import place
-from sharding.placement import Placement
 
 KEEP = 2  # newest checkpoints, beside the best by validation
 
@@ -84,9 +83,7 @@ def _train(cfg: Config, workdir: Path, services: sinks.Services | None) -> int:
             print(placement.describe(), flush=True)
         card = gpus.of_device(jax.local_devices()[0])
         hardware_record.write(workdir, cfg, placement, card=card.name if card else "")
-    if not cfg.train.steps:
-        return _start(cfg, placement, workdir)
-    recipe = recipes.make(cfg, placement)
+    recipe = recipes.make(cfg, placement) if cfg.train.steps else CacheWire(cfg, placement)
     if first:
         _print_lines(_describe_models(cfg, recipe))
     findings = preflight.inspect(cfg, recipe)
@@ -95,21 +92,18 @@ def _train(cfg: Config, workdir: Path, services: sinks.Services | None) -> int:
         _print_lines(findings)
     identity = recipes.identity(recipe, cfg)
     with Checkpointer(workdir / "checkpoints", keep=KEEP, identity=identity) as checkpointer:
+        if not cfg.train.steps:
+            return _save_start(recipe, checkpointer, workdir)
         training = Run(cfg, recipe, checkpointer, workdir, services)
         training.prepare()  # until here a signal ends the process at once (`process_start`): there is nothing to save
         with runtime.Preemption() as preemption:
             return training.train(preemption.requested)
 
 
-def _start(cfg: Config, placement: Placement, workdir: Path) -> int:
+def _save_start(recipe: Recipe, checkpointer: Checkpointer, workdir: Path) -> int:
     """Saves the start of a run without steps as its only checkpoint, unless the folder has it."""
-    recipe = CacheWire(cfg, placement)
-    if jax.process_index() == 0:
-        _print_lines(_describe_models(cfg, recipe))
-    identity = recipes.identity(recipe, cfg)
-    with Checkpointer(workdir / "checkpoints", keep=KEEP, identity=identity) as checkpointer:
-        wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
-        if checkpointer.restore({"trainable": wanted}) is None:
-            checkpointer.save(0, {"trainable": recipe.build().trainable}, data={}, wait=True)
+    wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
+    if checkpointer.restore({"trainable": wanted}) is None:
+        checkpointer.save(0, {"trainable": recipe.build().trainable}, data={}, wait=True)
     print(f"{workdir}: finished, nothing is trained; python run.py eval --workdir {workdir} measures it", flush=True)
     return 0

@@ -31,9 +31,8 @@ def render(run: Run) -> str:
         autoescape=True,
         undefined=jinja2.StrictUndefined,
     )
-    shown = _head(run) | _curves(run) | _evaluation(run) | _bytes(run) | _made(run) | {"language": None}
-    if run.cfg.recipe == "ttt":
-        shown |= {"language": _language(run)}
+    shown = _head(run) | _curves(run) | _evaluation(run) | _bytes(run) | _made(run)
+    shown["language"] = _language(run) if run.cfg.recipe == "ttt" else None
     return environment.get_template(PAGE).render(shown)
 
 
@@ -51,8 +50,7 @@ def _head(run: Run) -> dict[str, Any]:
         "checkpoint": run.evaluation.get("step"),
         "verdicts": [language.verdict(run)] if text else tables.verdicts(run),
         "wire": run.cfg.recipe == "latentwire",
-        "sections": list(sections.items()),
-        "sections_by_id": sections,
+        "sections": sections,
         "commands": {
             "train": run.training,
             "eval": run.command("eval"),

@@ -13,11 +13,11 @@ from lw_jax.report.records import Run, to_number
 
 MOST = 400  # points of a line; beyond it a point is the mean of consecutive values
 DECADE = 10  # a logarithmic axis over less would have one label or none
-# Of preference tuning: panel -> the metrics that share it, by TRL's names
+# Of preference tuning: unit of a panel -> the metrics that share it, by TRL's names
 PREFERENCE = {
-    ("", "accuracy of pairs"): ("rewards/accuracies",),
-    ("", "reward, beta x nats"): ("rewards/margins", "rewards/chosen", "rewards/rejected"),
-    ("", "log-probability, nats an answer"): ("logps/chosen", "logps/rejected"),
+    "accuracy of pairs": ("rewards/accuracies",),
+    "reward, beta x nats": ("rewards/margins", "rewards/chosen", "rewards/rejected"),
+    "log-probability, nats an answer": ("logps/chosen", "logps/rejected"),
 }
 NLL = re.compile(r"(?P<phase>train|validation)/(?P<other>shuffled/)?(?:(?P<task>[^/]+)/)?nll/(?P<reader>[^/]+)")
 
@@ -75,12 +75,12 @@ def _of_pairs(run: Run, phase: str) -> list[Panel]:
     logged = {key for row in run.metrics for key in row}
     return [
         Panel(
-            title,
+            "",
             unit,
             [read_line(run, f"{phase}/{name}", name.partition("/")[2], colour=i) for i, name in enumerate(names)],
             False,
         )
-        for (title, unit), names in PREFERENCE.items()
+        for unit, names in PREFERENCE.items()
         if logged.intersection(f"{phase}/{name}" for name in names)
     ]
 

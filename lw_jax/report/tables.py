@@ -53,8 +53,8 @@ class Answer:
     """A reader's answer."""
 
     text: str
-    mark: str  # "right" | "partly" | "wrong"
-    f1: str
+    right: bool
+    f1: str  # empty where the answer is right, or has nothing of a reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,20 +140,28 @@ def meanings(readers: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 def control(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     columns = {name: column for name, column in ROW.items() if any(name in figures for figures in rows.values())}
-    return Table(_heads("row", columns), [_line(row, figures, columns) for row, figures in rows.items()])
+    return _compare("row", rows, columns)
 
 
 def between(readers: Mapping[str, Mapping[str, Any]]) -> Table:
-    columns = {"fewer_positions": Column("fewer reader positions, x")} | COMPARISON
-    return Table(_heads("reader", columns), [_line(reader, figures, columns) for reader, figures in readers.items()])
+    return _compare("reader", readers, {"fewer_positions": Column("fewer reader positions, x")} | COMPARISON)
 
 
-def _heads(first: str, columns: Mapping[str, Column]) -> list[str]:
-    return [first, *(head for column in columns.values() for head in (column.heading, *["95 %"] * column.interval))]
+def joint(found: Mapping[str, Any]) -> Table:
+    named = {"joint (lowest mean NLL)": found["joint"], "oracle (best reader of each example)": found["oracle"]}
+    named |= {f"{name} alone": figures for name, figures in found["readers"].items()}
+    return _compare("answer of", named, {"em": ROW["em"], "f1": ROW["f1"], "picked": Column("picked", "%", 100)})
 
 
-def _line(name: str, figures: Mapping[str, Any], columns: Mapping[str, Column]) -> list[str]:
-    return [name, *(cell for key, column in columns.items() for cell in _cells(figures, key, column))]
+def _compare(first: str, named: Mapping[str, Mapping[str, Any]], columns: Mapping[str, Column]) -> Table:
+    """Returns a line for each name, with a cell for each column and one more for its interval where it has one."""
+    head = [first]
+    for column in columns.values():
+        head += [column.heading, "95 %"] if column.interval else [column.heading]
+    lines = []
+    for name, figures in named.items():
+        lines.append([name, *(cell for key, column in columns.items() for cell in _cells(figures, key, column))])
+    return Table(head, lines)
 
 
 def _cells(figures: Mapping[str, Any], name: str, column: Column) -> list[str]:
@@ -162,18 +170,6 @@ def _cells(figures: Mapping[str, Any], name: str, column: Column) -> list[str]:
     if column.interval:
         cells.append(_interval(figures.get(f"{name}_interval"), column.scale) if name in figures else "")
     return cells
-
-
-def joint(found: Mapping[str, Any]) -> Table:
-    named = {"joint (lowest mean NLL)": found["joint"], "oracle (best reader of each example)": found["oracle"]}
-    named |= {f"{name} alone": figures for name, figures in found["readers"].items()}
-    cells = []
-    for name, figures in named.items():
-        line = [name]
-        for key in ("em", "f1"):
-            line += [number(figures[key], 100), _interval(figures[f"{key}_interval"], 100)]
-        cells.append([*line, number(figures["picked"], 100) if "picked" in figures else ""])
-    return Table(["answer of", "EM, %", "95 %", "F1, %", "95 %", "picked, %"], cells)
 
 
 def counts(found: Mapping[str, int]) -> str:
@@ -240,9 +236,8 @@ def _show(records: Mapping[tuple[str, str], Mapping[str, Any]], rows: Sequence[s
 def _answer(record: Mapping[str, Any] | None) -> Answer | None:
     if record is None:
         return None
-    f1 = to_number(record["f1"])
-    mark = "right" if record["em"] else "partly" if f1 > 0 else "wrong"
-    return Answer(_cut(record["prediction"]), mark, f"F1 {100 * f1:.0f} %" if mark == "partly" else "")
+    f1, right = to_number(record["f1"]), bool(record["em"])
+    return Answer(_cut(record["prediction"]), right, f"F1 {100 * f1:.0f} %" if f1 > 0 and not right else "")
 
 
 def _cut(text: str) -> str:

@@ -1,7 +1,6 @@
-"""A kind of input, one mutated input of it, and what the product makes of it."""
+"""A kind of input, mutated inputs of it, and what the product makes of them."""
 
 import dataclasses
-import hashlib
 import io
 import tempfile
 import traceback
@@ -32,31 +31,24 @@ class Kind:
     write: Callable[[Path], object]  # a valid sample into an empty folder
     mutate: Callable[[Sample], strategies.SearchStrategy[Files]]
     load: Callable[[Path], Any]  # by the product's own functions; raises UserError for what it refuses
-    judge: Callable[[Any, Path, bool], str] = lambda value, folder, changed: ""  # why what was accepted is wrong
+    judge: Callable[[Any, Path], str]  # why what was accepted is wrong; empty where it is right
     explicit: Callable[[Sample], Mapping[str, Files]] = lambda sample: {}  # name -> the issue's own examples
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    kind: str
-    name: str  # "explicit NAME" or "drawn NUMBER"
-    files: Files
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     word: str  # "refused" | "accepted" | one of BAD
     detail: str = ""
-    place: str = ""  # the product's file and function that raised
 
 
-def judge(kind: Kind, sample: Sample, case: Case, folder: Path) -> Outcome:
-    lay(folder, sample, case.files)
+def judge(kind: Kind, sample: Sample, changes: Files, folder: Path) -> Outcome:
+    """Returns what the product makes of the sample with these changes, laid into the folder."""
+    lay(folder, sample, changes)
     said = io.StringIO()
     try:
         with redirect_stdout(said), redirect_stderr(said):
             value = kind.load(folder)
-            wrong = kind.judge(value, folder, bool(case.files))
+            wrong = kind.judge(value, folder)
     except (UserError, PlacementError) as error:
         text = str(error)
         if "\n" in text or len(text) > LONGEST:
@@ -64,15 +56,9 @@ def judge(kind: Kind, sample: Sample, case: Case, folder: Path) -> Outcome:
         return Outcome("refused", text)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # noqa: BLE001 - what is counted here is everything that escapes
-        return Outcome("raw traceback", f"{type(error).__name__}: {error}"[:300], _place(error))
+    except BaseException:  # noqa: BLE001 - what is counted here is everything that escapes
+        return Outcome("raw traceback", traceback.format_exc()[-2000:])
     return Outcome("accepted though wrong", wrong[:300]) if wrong else Outcome("accepted")
-
-
-def _place(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "/lw_jax/" in frame.filename or frame.filename.endswith("/run.py")]
-    return f"{'/'.join(Path(own[-1].filename).parts[-3:])}:{own[-1].name}" if own else ""
 
 
 def sample_of(kind: Kind) -> Sample:
@@ -89,8 +75,8 @@ def lay(folder: Path, sample: Mapping[str, bytes], changes: Files) -> None:
             (folder / name).write_bytes(data)
 
 
-def draw(kind: Kind, sample: Sample, *, count: int, seed: int) -> list[Case]:
-    """Returns the explicit cases and so many drawn ones, no two with the same bytes; the same for the same seed."""
+def draw(kind: Kind, sample: Sample, *, count: int, seed: int) -> dict[str, Files]:
+    """Returns the changes of "explicit NAME" and of so many "drawn NUMBER"; the same for the same seed."""
     named = {f"explicit {name}": files for name, files in kind.explicit(sample).items()}
     drawn: list[Files] = []
 
@@ -107,20 +93,4 @@ def draw(kind: Kind, sample: Sample, *, count: int, seed: int) -> list[Case]:
         drawn.append(files)
 
     collect()
-    named |= {f"drawn {number}": files for number, files in enumerate(drawn[:count])}
-    known = {_digest(sample, {})}
-    cases = []
-    for name, files in named.items():
-        digest = _digest(sample, files)
-        if digest not in known:
-            known.add(digest)
-            cases.append(Case(kind.name, name, files))
-    return cases
-
-
-def _digest(sample: Sample, files: Files) -> str:
-    said = hashlib.blake2b()
-    for name, data in sorted((dict(sample) | files).items()):
-        if data is not None:
-            said.update(f"{name} {len(data)} ".encode() + data)
-    return said.hexdigest()
+    return named | {f"drawn {number}": files for number, files in enumerate(drawn[:count])}

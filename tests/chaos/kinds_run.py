@@ -79,8 +79,7 @@ def _mutate_folder(sample: Sample) -> Any:
     return st.one_of(mutations.files(sample, makers), mutations.files(sample, twice))
 
 
-def _judge_page(page: Any, folder: Path, changed: bool) -> str:
-    del page, changed
+def _judge_page(_: str, folder: Path) -> str:
     text = (folder / "report.html").read_text("utf-8")
     if "<script" in text:
         return "an element of the input in the page"
@@ -143,8 +142,7 @@ def _read_message(folder: Path) -> Any:
     return message, codec.unpack(message, encoder=ENCODER)
 
 
-def _judge_message(value: Any, folder: Path, changed: bool) -> str:
-    del folder, changed
+def _judge_message(value: Any, _: Path) -> str:
     message, latents = value
     if not np.isfinite(latents).all():
         return "values that are NaN or infinite"
@@ -162,8 +160,7 @@ def _judge_message(value: Any, folder: Path, changed: bool) -> str:
 SERVICE, _RECORD = "wandb.json", b'{"run":"0a1b2c3d","logged":{"train":120,"validation":100}}'
 
 
-def _judge_record(value: Any, folder: Path, changed: bool) -> str:
-    del folder, changed
+def _judge_record(value: Any, _: Path) -> str:
     if value is None:
         return ""
     steps = all(name in ("train", "validation") and 0 <= step < 2**31 for name, step in value.logged.items())
@@ -241,8 +238,7 @@ def _changed_config(draw: Any) -> Files:
     return {FLAGS: json.dumps(argv).encode()}
 
 
-def _explicit_configs(sample: Sample) -> dict[str, Files]:
-    del sample
+def _explicit_configs(_: Sample) -> dict[str, Files]:
     found: dict[str, Files] = {f"body {name}": {FILE: _file(body)} for name, body in _BODIES.items()}
     found |= {f"file {name}": {FILE: text.encode("utf-8", "surrogatepass")} for name, text in _SOURCES.items()}
     found["file not UTF-8"] = {FILE: b"x = '\xff'\n"}
@@ -256,8 +252,7 @@ def _read_config(folder: Path) -> Any:
     return parser.parse(words)
 
 
-def _judge_config(value: Any, folder: Path, changed: bool) -> str:
-    del folder, changed
+def _judge_config(value: Any, _: Path) -> str:
     if isinstance(value, argparse.Namespace):
         return _judge_numbers(vars(value))
     flat = {path: found["value"] for path, found in value["config"].items()}
@@ -351,8 +346,7 @@ def _restore(folder: Path) -> Any:
         return checkpointer.restore(jax.device_put(_state(STEPS[-1])))
 
 
-def _judge_restored(restored: Any, folder: Path, changed: bool) -> str:
-    del folder, changed
+def _judge_restored(restored: Any, _: Path) -> str:
     if restored is None:
         return ""  # nothing there
     want = _state(restored.step)

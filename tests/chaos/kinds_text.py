@@ -76,8 +76,7 @@ def texts_of(value: Any) -> Iterable[str]:
         yield from texts_of(list(vars(value).values()))
 
 
-def _judge(value: Any, folder: Path, changed: bool) -> str:
-    del folder, changed
+def _judge(value: Any, _: Path) -> str:
     for text in texts_of(value):
         try:
             text.encode()

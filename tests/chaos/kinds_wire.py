@@ -92,8 +92,7 @@ def _load(folder: Path) -> Any:
     return cfg, wire_folder.read(folder), wire_tensors.read(folder, SHAPES)
 
 
-def _judge(value: Any, folder: Path, changed: bool) -> str:
-    del changed
+def _judge(value: Any, folder: Path) -> str:
     cfg, wire, params = value
     found, wanted = flatten_paths(params), flatten_paths(SHAPES)
     finite = all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in found.values())

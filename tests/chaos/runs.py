@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-PRELOADED = "tests.chaos.preloaded"
+PRELOADED = ["run", "lw_jax.commands.train"]  # of these modules none may start a device or a thread
 PATIENCE = 300.0  # seconds of one start, on a machine busy with other work
 STEPS, EVERY = 24, 4  # of a run, and between checkpoints
 LOGGED = ("train/loss", "train/learning_rate", "validation/loss")  # of a row, what no clock decides
@@ -60,7 +60,7 @@ def write_config(folder: Path) -> Path:
 def _context() -> Any:
     """Processes are forked from one that has imported the product: a start does not import JAX anew."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([PRELOADED])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 

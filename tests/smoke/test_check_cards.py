@@ -7,8 +7,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="matplotlib is absent: pip install -r requirements-dev.txt")
 
 from examples import check_cards, elastic_demo
-from tests import tiny
-from tests.smoke.test_elastic_demo import SMALL
+from tests.smoke.test_elastic_demo import small_words
 
 
 def test_placements_are_those_that_so_many_devices_allow():
@@ -33,13 +32,11 @@ def test_a_curve_that_differs_or_a_run_that_is_lost_gives_code_1(shift, apart, c
 
 @pytest.mark.slow
 def test_two_virtual_devices_reduce_train_alike_and_resume(tmp_path, capsys, monkeypatch):
-    settings = SMALL | {f"llms.{name}.source": path for name, path in tiny.readers(tmp_path / "readers").items()}
     monkeypatch.setattr(check_cards, "MEGABYTES", 1)
     monkeypatch.setattr(check_cards, "STEPS_STOPPED", 100)
     asked = check_cards.placements
     monkeypatch.setattr(check_cards, "placements", lambda n: {key: asked(n)[key] for key in ("single", "split")})
-    words = [f"--config.{path}={value}" for path, value in settings.items()]
-    assert check_cards.main(["--virtual", "2", "--steps", "3", *words]) == 0
+    assert check_cards.main(["--virtual", "2", "--steps", "3", *small_words(tmp_path / "readers")]) == 0
     told = capsys.readouterr().out
     assert "2 virtual devices" in told and "all alike" in told
     assert re.search(r"\| all-reduce \| 1 MB a card \| [0-9.]+ GB/s \|", told)

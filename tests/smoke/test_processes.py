@@ -20,7 +20,7 @@ import pytest
 
 import run
 from lw_jax.commands import loading, parser
-from lw_jax.core import command_line, config, config_file, runtime
+from lw_jax.core import config, runtime
 from lw_jax.recipes.latentwire import LatentWire
 from tests import tiny
 
@@ -28,41 +28,26 @@ PROJECT = Path(__file__).resolve().parent.parent.parent
 
 PATIENCE = 600  # seconds for both processes, on a machine busy with other work
 STEPS = 6
-CONFIG = """
-from configs import base
-
-def get_config():
-    c = base.get_config()
-    c.llms.llama = base.llm("{llama}")
-    c.llms.qwen = base.llm("{qwen}")
-    c.encoder.update(kind="bytes", layers=1, width=24, slots=5, window=256)
-    c.adapter.hidden = 40
-    c.data.update(cards=64, validation_limit=16, facts=2, context_tokens=256)
-    c.optim.update(warmup_steps=2, learning_rate=3e-3)
-    c.train.update(steps={steps}, global_batch=8, log_every=1, checkpoint_every=3)
-    c.compute.update(remat="none", dtype="fp32")
-    c.eval.update(examples=8, batch=8, max_new_tokens=4)
-    return c
-"""
 
 
 @pytest.fixture(scope="module")
-def readers(root) -> dict[str, str]:
-    return {name: str(path) for name, path in tiny.readers(root).items()}
-
-
-@pytest.fixture(scope="module")
-def config_path(readers, tmp_path_factory) -> Path:
+def config_path(root, tmp_path_factory) -> Path:
+    """A file of a small configuration over both readers."""
+    values = config.to_dict(tiny.make_config(root, train__steps=STEPS, compute__dtype="fp32"))
     path = tmp_path_factory.mktemp("config") / "two.py"
-    path.write_text(CONFIG.format(steps=STEPS, **readers), encoding="utf-8")
+    code = f"from ml_collections import ConfigDict\n\n\ndef get_config():\n    return ConfigDict({values!r})\n"
+    path.write_text(code, encoding="utf-8")
     return path
+
+
+def resolve(path: Path, *assignments: str) -> config.Config:
+    (loaded,) = loading.load(parser.parse(["train", "--config", str(path), *assignments]))
+    return loaded.cfg
 
 
 def curve_of_one(path: Path, folder: Path, *assignments: str) -> list[float]:
     """The losses of the same configuration on one device of this process."""
-    values = config_file.load(str(path), root=PROJECT)
-    config_file.override(values, command_line.take_assignments(list(assignments))[0])
-    cfg = config.build(values)
+    cfg = resolve(path, *assignments)
     code, losses, _ = tiny.curve(LatentWire(cfg, tiny.place(cfg)), folder)
     assert code == 0 and len(losses) == STEPS
     return losses
@@ -124,8 +109,8 @@ def finish(started: list[subprocess.Popen[str]], folder: Path) -> tuple[list[int
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_curve_of_one_device(config_path, readers, tmp_path):
-    changes = ["--config.encoder.kind=lm", f"--config.encoder.source={readers['llama']}"]
+def test_two_processes_give_the_curve_of_one_device(config_path, root, tmp_path):
+    changes = ["--config.encoder.kind=lm", f"--config.encoder.source={tiny.readers(root)['llama']}"]
     changes.append("--config.adapter.start=aligned")
     argv = ["--config", str(config_path), "--config.mesh.placement=fsdp", *changes]
     with joined("train", *argv, "--workdir", str(tmp_path / "w"), folder=tmp_path) as started:
@@ -275,8 +260,7 @@ def test_death_of_one_ends_the_other_with_one_line_and_the_code_for_requeueing(t
 @pytest.mark.slow
 def test_folder_of_another_run_is_refused_by_both_with_code_2(config_path, tmp_path):
     """Read in the first process alone, after it has joined: the other one would wait for it and abort."""
-    (saved,) = loading.load(parser.parse(["train", "--config", str(config_path), "--config.seed=7"]))
-    workdir = tiny.start_folder(tmp_path / "w", saved.cfg)
+    workdir = tiny.start_folder(tmp_path / "w", resolve(config_path, "--config.seed=7"))
     (workdir / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
     with joined("train", "--config", str(config_path), "--workdir", str(workdir), folder=tmp_path) as started:
         codes, _ = finish(started, tmp_path)

@@ -18,6 +18,7 @@ from lw_jax.commands import loading, parser, slurm
 from lw_jax.core import config, runtime
 from lw_jax.planning import planner
 from lw_jax.planning.plans import StepCandidate, StepPlan
+from lw_jax.slurm import size_comparison
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 JOB_ID = "4711"
@@ -139,6 +140,7 @@ def write(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
         cfg = config.build(smoke.get_config())
         plan = dataclasses.replace(PLAN, hosts=hosts, devices=2 * hosts)
         monkeypatch.setattr(planner, "make", lambda *_, **__: plan)
+        monkeypatch.setattr(size_comparison, "other_sizes", lambda *_: [])  # seconds of arithmetic
         monkeypatch.setattr(slurm, "PROJECT", cluster / "project folder")
         slurm.run(args, loading.Loaded(spec, cfg, workdir, {}, {}, {}))
         return workdir / "job.sbatch"
@@ -200,20 +202,17 @@ def test_time_limit_saves_and_requeues_once(cluster, write, monkeypatch, hosts: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("hosts", "codes", "code"),
+    ("codes", "code"),
     [
-        (2, "143,75", runtime.REQUEUE),
-        (2, "2,134", 134),  # JAX's abort where the first one was refused before it joined
-        (1, "137", 137),
-        (1, "1", 1),
-        (1, "76", 76),
+        ("143,75", runtime.REQUEUE),
+        ("2,134", 134),  # JAX's abort where the first one was refused before it joined
     ],
 )
 def test_killed_task_of_several_is_requeued_and_one_that_fails_is_not(
-    cluster, write, monkeypatch, hosts: int, codes: str, code: int
+    cluster, write, monkeypatch, codes: str, code: int
 ) -> None:
     monkeypatch.setenv("MODE", codes)
-    submit(write(hosts=hosts))
+    submit(write(hosts=2))
     assert read(cluster)["code"] == code
     assert requeues(cluster) == ([f"requeue {JOB_ID}"] if code == runtime.REQUEUE else [])
 

@@ -9,7 +9,20 @@ import pytest
 from lw_jax.commands import parser
 from lw_jax.core import precision
 from tests import tiny
-from tests.commands import PROJECT, QUESTION, TEXT, TINY, Done, start_several
+from tests.commands import PROJECT, QUESTION, TEXT, Done, start_several
+
+# One reader, three rows and no curve: each would be programs of its own.
+WIRE = {
+    **{"encoder.kind": "bytes", "encoder.source": "", "encoder.width": 32, "encoder.slots": 8, "encoder.layers": 1},
+    **{"encoder.window": 128, "adapter.hidden": 64, "adapter.start": "random", "data.cards": 64, "data.facts": 1},
+    **{"data.train": "cards", "data.validation": "cards", "compute.dtype": "fp32", "optim.warmup_steps": 1},
+    **{"train.steps": 2, "train.global_batch": 8, "train.log_every": 1},
+    **{"eval.examples": 16, "eval.max_new_tokens": 4, "eval.curve": "none", "eval.rows": "text,latents,shuffled"},
+}
+LANGUAGE = {
+    **{"ttt.layers": 1, "ttt.width": 24, "ttt.heads": 3, "ttt.ffn": 40, "ttt.chunk": 4, "ttt.length": 12},
+    **{"train.steps": 2, "train.global_batch": 8, "optim.warmup_steps": 1},
+}
 
 
 @pytest.fixture(scope="module")
@@ -21,15 +34,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def done(folder: Path) -> dict[str, Done]:
     reader = tiny.write_reader(folder / "reader", "llama")
     (folder / "notes.txt").write_text(TEXT, encoding="utf-8")
-    # One reader, three rows and no curve: each would be programs of its own.
-    config = ["--config", "configs/pairs_one.py", *(word for word in TINY if ".qwen." not in word)]
-    config += [f"--config.llms.llama.source={reader}", "--config.train.global_batch=8", "--config.train.steps=2"]
-    config += ["--config.train.micro_batch=0", "--config.eval.max_new_tokens=4", "--config.eval.curve=none"]
-    config += ["--config.eval.rows=text,latents,shuffled"]
+    config = ["--config", "configs/pairs_one.py", f"--config.llms.llama.source={reader}"]
+    config += [f"--config.{key}={value}" for key, value in WIRE.items()]
     text = ["--config", "configs/ttt/ttt_smoke.py", f"--config.data.train={tiny.write_text(folder)}"]
-    sizes = {"layers": 1, "width": 24, "heads": 3, "ffn": 40, "chunk": 4, "length": 12}
-    text += [f"--config.ttt.{key}={value}" for key, value in sizes.items()]
-    text += ["--config.train.steps=2", "--config.train.global_batch=8", "--config.optim.warmup_steps=1"]
+    text += [f"--config.{key}={value}" for key, value in LANGUAGE.items()]
     commands = {
         "train": ["train", *config, "--workdir", "wire"],
         "eval": ["eval", "--workdir", "wire"],

@@ -20,9 +20,11 @@ from tests import tiny
 CEILINGS = Ceilings("float32", matmul=2e9, bandwidth=3e9)
 
 
-@pytest.fixture(autouse=True)
-def known_ceilings(monkeypatch):
-    monkeypatch.setattr(timing, "ceilings", lambda dtype: dataclasses.replace(CEILINGS, dtype=dtype))
+@pytest.fixture(autouse=True, scope="module")
+def known_ceilings():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "ceilings", lambda dtype: dataclasses.replace(CEILINGS, dtype=dtype))
+        yield
 
 
 def make(cfg):
@@ -31,9 +33,7 @@ def make(cfg):
 
 @pytest.fixture(scope="module")
 def wire(root):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "ceilings", lambda dtype: dataclasses.replace(CEILINGS, dtype=dtype))
-        return make(tiny.make_config(root, train__global_batch=4, train__micro_batch=2, eval__batch=3))
+    return make(tiny.make_config(root, train__global_batch=4, train__micro_batch=2, eval__batch=3))
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ from lw_jax.inference import evaluation, taught_text
 from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.report import page, records
 from lw_jax.training import run_folder
-from lw_jax.training.recipe import Weights
 from tests import tiny
 
 ROWS = ("text", "text_taught", "latents", "shuffled", "none", "selected_taught")
@@ -117,16 +116,17 @@ def test_taught_vector_is_kept_and_lowers_the_loss_of_the_text(wire, found, monk
     second = taught_text.teach(recipe, wire.frozen, batch=4)
     told = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in told] == ["text_taught llama", "text_taught qwen"]
+    rows, nll = dataclasses.replace(recipe.cfg.eval, rows=("text_taught",), examples=0), []
+    for vectors in (first, second):
+        session = control_rows.WireSession(
+            wire.functions, wire.frozen, recipe.tokenizers, wire.trainable, taught=vectors
+        )
+        measured = control_rows.measure(session, found.measured.encoded, options=rows)
+        nll.append({name: sum(record["nll"] for record in measured.of(name, "text_taught")) for name in vectors})
     for name, vector in second.items():
         assert vector.shape == (1, recipe.wire.readers[name].config.width)
         assert not np.array_equal(vector, first[name])
-        nll = []
-        for one in (first, second):
-            bench = dataclasses.replace(tiny.make_bench(recipe, Weights(wire.trainable, wire.frozen)), taught=one)
-            rows = dataclasses.replace(recipe.cfg.eval, rows=("text_taught",), examples=0)
-            records = control_rows.measure(bench, found.measured.encoded, options=rows).of(name, "text_taught")
-            nll.append(sum(record["nll"] for record in records))
-        assert nll[1] < nll[0]
+        assert nll[1][name] < nll[0][name]
 
 
 def test_numbers_that_json_has_no_word_for_become_null(found, tmp_path):

@@ -75,8 +75,9 @@ def test_thirty_two_greedy_answers_equal_token_by_token(wire, messages, reader):
     ours, theirs = our_ids(wire, messages, reader), with_transformers.generate(model, wire, messages, reader, ASKED)
     assert theirs == ours
     assert len({tuple(ids) for ids in ours}) > 16, "the answers hang on nothing"
-    said = with_transformers.answer_with_transformers(model, tokenizer, wire, messages, reader, ASKED)
-    assert said == wire.read(messages, reader, ASKED)
+    some, asked = messages[: len(TEXTS)], ASKED[: len(TEXTS)]
+    said = with_transformers.answer_with_transformers(model, tokenizer, wire, some, reader, asked)
+    assert said == wire.read(some, reader, asked)
 
 
 def test_an_answer_across_the_change_of_frequencies_is_refused(wire, messages):

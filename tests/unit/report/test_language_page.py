@@ -47,18 +47,18 @@ def test_verdict_that_is_not_below_both_promises_nothing(value: Any, tmp_path: P
 
 def test_speed_is_the_median_of_the_log_together_and_a_device(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
-    page = page_of(folder)
-    cells = page.cells()
-    start = cells.index("tokens/s, all devices")
-    assert cells[start : start + 5] == ["tokens/s, all devices", "4,000", "2,500 .. 5,500", "1,000 .. 7,000", "7"]
-    assert f"{BATCH * LENGTH} tokens a step" in page.text("p")
+    run = records.read(folder)
+    told = ("tokens/s, all devices", "4,000", "2,500 .. 5,500", "1,000 .. 7,000", "7")
+    assert language.speed(run).rows[0] == told
+    assert f"{BATCH * LENGTH} tokens a step" in language.tokens_a_step(run)
     row = {"time": 1.0, "seconds": 9.0, "samples": 3}
     uses = {"gpu0": 0.45, "gpu1": 0.5, "gpu2": 0.55, "gpu3": 0.5}
     rows = [row | {"device": name, "utilisation": use, "peak_bytes": 6e9} for name, use in uses.items()]
     write_lines(folder / "devices.jsonl", [*rows, rows[0] | {"samples": 1, "utilisation": 0.65}])
-    page = page_of(folder)
-    assert "1,000" == page.cells()[page.cells().index("tokens/s a device, of 4") + 1]
-    assert page.cells()[page.cells().index("peak") + 1] == "6.00 GB"
+    run = records.read(folder)
+    assert language.speed(run).rows[1][:2] == ("tokens/s a device, of 4", "1,000")
+    assert language.memory(run).rows[-1][:2] == ("peak", "6.00 GB")
+    assert "50.0% .. 55.0%" in language.balance(run)
 
 
 def test_memory_is_of_the_newest_checkpoint_and_of_the_step_that_is_this_runs(tmp_path: Path) -> None:
@@ -69,13 +69,11 @@ def test_memory_is_of_the_newest_checkpoint_and_of_the_step_that_is_this_runs(tm
     assert language._bytes(records.read(folder), "opt_state/") == 4 * 70 + 3
     other = [row_of("measured", "weak", 1, 5.0, **change) for change in ({"length": 48}, {"parameters": 9})]
     rows = [*other, row_of("planned", "strong", 1, 9.0, peak_bytes=8e9)]
-    page = page_of(write_run(folder, rows=rows))
-    start = page.cells().index("peak")
-    assert page.cells()[start : start + 3] == ["peak", "8.00 GB", "planned, 1 x h100, compiled"]
+    table = language.memory(records.read(write_run(folder, rows=rows)))
+    assert table.rows[-1] == ("peak", "8.00 GB", "planned, 1 x h100, compiled")
     rows.append(row_of("measured", "strong", 2, 9.0, peak_bytes=5e9))
-    page = page_of(write_run(folder, rows=rows))
-    start = page.cells().index("peak")
-    assert page.cells()[start : start + 3] == ["peak", "5.00 GB", "measured, 2 x cpu, compiled"]
+    table = language.memory(records.read(write_run(folder, rows=rows)))
+    assert table.rows[-1] == ("peak", "5.00 GB", "measured, 2 x cpu, compiled")
 
 
 @pytest.mark.parametrize(
