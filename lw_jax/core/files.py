@@ -33,6 +33,12 @@ def content_hash(content: Any, *, size: int = 16) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=size).hexdigest()
 
 
+def measure(path: Path) -> tuple[int, str]:
+    """Returns the bytes of a file and its SHA-256, as hex digits."""
+    with path.open("rb") as file:
+        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def nearest(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 

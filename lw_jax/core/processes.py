@@ -9,7 +9,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -97,11 +97,8 @@ def agree_on_stops() -> None:
         distributed.global_state.initialize_preemption_sync_manager()
 
 
-class Together(contextlib.ContextDecorator):
+class Together(contextlib.AbstractContextManager[Any], contextlib.ContextDecorator):
     """Decorator of a function that several processes run: reports to the others how this one left it."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: types.TracebackType | None):
         """Reports the exit code; after an error that another process's death may have caused, waits for news of it."""

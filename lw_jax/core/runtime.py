@@ -66,16 +66,12 @@ def describe() -> str:
 
     The kind is for people; nothing depends on a name.
     """
-    device, memory = jax.local_devices()[0], device_memory()
+    device, memory, count = jax.local_devices()[0], device_memory(), jax.device_count()
     if device.platform == "cpu":
-        count = jax.device_count()
-        parts = [
-            f"{count} virtual devices on a {precision.describe_processor()}"
-            if count > 1
-            else precision.describe_processor()
-        ]
+        name = precision.describe_processor()
+        parts = [f"{count} virtual devices on a {name}" if count > 1 else name]
     else:
-        parts = [f"{jax.device_count()} x {device.device_kind}"]
+        parts = [f"{count} x {device.device_kind}"]
     parts += [f"{memory / 1e9:.1f} GB each"] if memory else []
     capability = getattr(device, "compute_capability", None)
     parts += [f"compute capability {capability}"] if capability else []

@@ -89,8 +89,8 @@ def _checked(  # noqa: PLR0913
     except msgspec.DecodeError as error:
         reason = _BYTE.sub(lambda match: _line_of(data, int(match[1])), str(error))
         raise UserError(f"{where}: broken JSON or a lone surrogate ({reason}); {remedy}") from error
-    except UnicodeError as error:
-        raise UserError(f"{where}: not UTF-8 ({_encoding(error)}); {remedy}") from error
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise UserError(f"{where}: not UTF-8 ({error.reason}, byte {error.start}); {remedy}") from error
     except RecursionError as error:
         raise UserError(f"{where}: nested too deeply to be read; {remedy}") from error
 
@@ -103,11 +103,6 @@ def _suggestion(rule: str, kind: Any) -> str:
     known = [name for each in objects for name in each.get("properties", ())]
     close = difflib.get_close_matches(match["name"], known, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
-
-
-def _encoding(error: UnicodeError) -> str:
-    known = isinstance(error, UnicodeDecodeError | UnicodeEncodeError)
-    return f"{error.reason}, byte {error.start}" if known else "an unknown encoding"
 
 
 def _line_of(data: bytes | str, offset: int) -> str:

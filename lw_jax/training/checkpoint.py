@@ -294,7 +294,7 @@ class Checkpointer:
         return sorted(path for path in self._folder.iterdir() if path.is_dir()) if self._folder.is_dir() else []
 
 
-class _Reading:
+class _Reading(contextlib.AbstractContextManager[Any]):
     """Context of reading a checkpoint, whose errors end it silently where training has removed the folder.
 
     Orbax raises ValueError, OSError or a bare Exception then.
@@ -302,9 +302,6 @@ class _Reading:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: types.TracebackType | None):
         alone = jax.process_count() == 1  # several processes train, and only process 0 removes

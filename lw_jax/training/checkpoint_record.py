@@ -12,6 +12,7 @@ import msgspec
 
 from lw_jax.core import schema, tree
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import measure
 from lw_jax.core.types import Tree
 
 RECORD = "record.json"
@@ -63,15 +64,10 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def measure_files(folder: Path) -> dict[str, list[Any]]:
-    """Returns path -> [bytes, SHA-256] of a checkpoint's files."""
+def measure_files(folder: Path) -> dict[str, tuple[int, str]]:
+    """Returns path -> (bytes, SHA-256) of a checkpoint's files."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != _TIMES)
-    return {str(path.relative_to(folder)): _measure(path) for path in files}
-
-
-def _measure(path: Path) -> list[Any]:
-    with path.open("rb") as file:
-        return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+    return {str(path.relative_to(folder)): measure(path) for path in files}
 
 
 def read_record(path: Path) -> dict[str, Any] | Damage | UserError:
@@ -108,9 +104,10 @@ def find_damage(folder: Path, files: dict[str, list[Any]]) -> str:
     for name, (size, sha256) in files.items():
         path = folder / name
         try:
-            if path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size} of {size} bytes"
-            if _measure(path)[1] != sha256:
+            found, digest = measure(path)
+            if found != size:
+                return f"{name} has {found} of {size} bytes"
+            if digest != sha256:
                 return f"{name} is not what was written"
         except _ABSENT as error:
             return _absence(name, error)

@@ -95,7 +95,8 @@ class Sampler:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="devices", daemon=True)
         self._latest: list[Reading] = []
-        self._lap, self._line = _none(), _none()
+        self._lap: Readings = collections.defaultdict(list)
+        self._line: Readings = collections.defaultdict(list)
         self._line_started = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -122,12 +123,12 @@ class Sampler:
     def restart(self) -> None:
         """Forgets the readings of `scalars`, as after the compiling step, in which the devices wait."""
         with self._lock:
-            self._lap = _none()
+            self._lap = collections.defaultdict(list)
 
     def scalars(self) -> dict[str, float]:
         """Returns "devices/MEASURE/DEVICE" since the last call: means, and the peak of memory; without its limit."""
         with self._lock:
-            lap, self._lap = self._lap, _none()
+            lap, self._lap = self._lap, collections.defaultdict(list)
         return {
             f"devices/{name}/{device}": value
             for device, readings in lap.items()
@@ -158,7 +159,7 @@ class Sampler:
 
     def _write_line(self, now: float) -> None:
         seconds, self._line_started = now - self._line_started, now
-        line, self._line = self._line, _none()
+        line, self._line = self._line, collections.defaultdict(list)
         measured = {device: values for device, readings in line.items() if (values := _means(readings))}
         if self._path is None or not measured:
             return
@@ -171,10 +172,6 @@ class Sampler:
         except OSError as error:
             self._report(f"{self._path}: {error.strerror}: readings of the devices are no longer written")
             self._path = None
-
-
-def _none() -> Readings:
-    return collections.defaultdict(list)
 
 
 def _means(readings: Sequence[Reading]) -> dict[str, float]:

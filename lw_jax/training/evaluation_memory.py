@@ -8,14 +8,13 @@ from jax.sharding import Mesh
 
 from lw_jax.core import processes, rng
 from lw_jax.training import out_of_memory, step_costs
-from lw_jax.training.memory import Compile, bytes_of
+from lw_jax.training.memory import Compile, bytes_of, fresh_bytes
 from lw_jax.training.memory_limit import MemoryLimit
+from lw_jax.training.micro_batch_search import ACTIVATION_GROWTH
 from lw_jax.training.out_of_memory import OutOfMemory, halved
 from lw_jax.training.step_spec import StepSpec
 from lw_jax.training.train_step import Part
 from sharding import place
-
-GROWTH = 0.7  # least share of the working memory that grows with the batch, as `micro_batch_search.ACTIVATION_GROWTH`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +107,7 @@ class _Compiled:
         resident = self._pass.resident.values()
         if self._first is not None:
             larger, peak = self._first
-            least = int(min(resident) + GROWTH * (peak - min(resident)) * rows / larger)
+            least = int(min(resident) + ACTIVATION_GROWTH * (peak - min(resident)) * rows / larger)
             if rows > 1 and least > self._limit.usable:
                 return least
         refused = peak = max(resident) + self._limit.memory
@@ -122,7 +121,7 @@ class _Compiled:
     def _measure(self, rows: int) -> int:
         working = dict.fromkeys(self._pass.resident, 0)
         for part, inputs in self._pass.lower(rows):
-            analysis = self._compile(part.lowered).memory_analysis()
-            fresh = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-            working[part.mesh] = max(working[part.mesh], inputs + analysis.temp_size_in_bytes + fresh)
+            program = self._compile(part.lowered)
+            used = program.memory_analysis().temp_size_in_bytes + fresh_bytes(program)
+            working[part.mesh] = max(working[part.mesh], inputs + used)
         return _peak(self._pass, working)

@@ -82,23 +82,23 @@ def _working(compiled: Mapping[str, tuple[Any, train_step.Part]], mesh: Mesh, st
     sums until the update. Latents that cross between meshes are too small to count.
     """
     here = {name: program for name, (program, part) in compiled.items() if part.mesh == mesh}
-    summed = sum(_fresh(program) for name, program in here.items() if name not in ("step", "share", "update"))
+    summed = sum(fresh_bytes(program) for name, program in here.items() if name not in ("step", "share", "update"))
     carried = summed if any(part.runs > 1 for _, part in compiled.values()) else 0
-    residuals = _fresh(here["share"]) if "share" in here else 0
+    residuals = fresh_bytes(here["share"]) if "share" in here else 0
 
     def alive(name: str, program: Any) -> int:
         if name == "update":
             return program.memory_analysis().argument_size_in_bytes - state
-        earlier = summed - _fresh(program) if name == "pull" and not carried else carried
+        earlier = summed - fresh_bytes(program) if name == "pull" and not carried else carried
         return earlier + (residuals if name not in ("step", "share") else 0)
 
     return max(
-        alive(name, program) + program.memory_analysis().temp_size_in_bytes + _fresh(program)
+        alive(name, program) + program.memory_analysis().temp_size_in_bytes + fresh_bytes(program)
         for name, program in here.items()
     )
 
 
-def _fresh(program: Any) -> int:
+def fresh_bytes(program: Any) -> int:
     """Returns the bytes of a program's outputs that reuse no donated input."""
     analysis = program.memory_analysis()
     return analysis.output_size_in_bytes - analysis.alias_size_in_bytes

@@ -12,7 +12,7 @@ from lw_jax.training.out_of_memory import OutOfMemory
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
 
-ACTIVATION_GROWTH = 0.7  # least share of activations that grows with the micro-batch (measured: 0.8 and more)
+ACTIVATION_GROWTH = 0.7  # least share of activations that grows with the batch (measured: 0.8 and more)
 LINE_TRIALS = 4  # sizes measured before bisection: the ends, the interpolated size and its neighbour settle a line
 
 

@@ -71,16 +71,11 @@ def _schedule(cfg: Config) -> list[Finding]:
         setting = f"optim.warmup_steps={warmup}"
         if warmup > steps:
             reached = f"the rate reaches its peak of {peak:g} at the last of them, where the cosine should have ended"
-            findings.append(
-                Finding(
-                    "error", f"{setting} is longer than {where} {steps} steps: {reached}; lower it, or train longer"
-                )
-            )
+            rule = f"is longer than {where} {steps} steps: {reached}; lower it, or train longer"
+            findings.append(Finding("error", f"{setting} {rule}"))
         elif warmup > LONG_WARMUP * steps:
-            share = f"{warmup / steps:.0%} of {where} {steps} steps"
-            findings.append(
-                Finding("warning", f"{setting} is {share}: little is learned at the peak of {peak:g}; a tenth is usual")
-            )
+            rule = f"is {warmup / steps:.0%} of {where} {steps} steps: little is learned at the peak of {peak:g}"
+            findings.append(Finding("warning", f"{setting} {rule}; a tenth is usual"))
     return findings
 
 
@@ -108,11 +103,7 @@ def missing_data(cfg: Config) -> list[Finding]:
     for key, source in named:
         if source in generated or source.startswith(row_sources.HUB) or row_sources.is_here(source):
             continue
-        setting = f"data.{key}={source!r}: no such file or folder, seen from {Path.cwd()}"
-        findings.append(
-            Finding(
-                "warning",
-                f"{setting}; the run ends at its start where it is missing: --config.data.{key}=FILE names one",
-            )
-        )
+        missing = f"data.{key}={source!r}: no such file or folder, seen from {Path.cwd()}"
+        rule = f"the run ends at its start where it is missing: --config.data.{key}=FILE names one"
+        findings.append(Finding("warning", f"{missing}; {rule}"))
     return findings

@@ -98,11 +98,6 @@ def _end_if_failed(service: "Service") -> Iterator[None]:
         raise
 
 
-def _set_defaults(**variables: str) -> None:
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)
-
-
 class WandB:
     """A run of Weights & Biases. It chooses project, entity and mode by its own variables (WANDB_PROJECT, ...).
 
@@ -115,7 +110,8 @@ class WandB:
     def __init__(self, run: str, folder: Path, cfg: Config):
         # By default wandb waits for its uploads without end, and a job that is stopped must end; it captures what a
         # run prints, and a progress bar is no log.
-        _set_defaults(WANDB_FINISH_TIMEOUT="30", WANDB_CONSOLE="off")
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", "30")
+        os.environ.setdefault("WANDB_CONSOLE", "off")
         import wandb  # pyright: ignore[reportMissingImports]
 
         self.run = run or secrets.token_hex(4)
@@ -155,7 +151,8 @@ class MLflow:
 
     def __init__(self, run: str, folder: Path, cfg: Config):
         # By default mlflow tries a server that is down for minutes, and a run that is stopped saves only after that.
-        _set_defaults(MLFLOW_HTTP_REQUEST_MAX_RETRIES="2", MLFLOW_HTTP_REQUEST_TIMEOUT="10")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         import mlflow  # pyright: ignore[reportMissingImports]
 
         self._mlflow: Any = mlflow

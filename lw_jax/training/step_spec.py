@@ -64,7 +64,7 @@ class StepSpec:
     def state(self) -> State:
         shapes = self.recipe.abstract().trainable
         trainable = place.place_shapes(shapes, self.recipe.shardings().trainable)
-        replicated = NamedSharding(self.placement.learner, P())
+        replicated = place.whole(self.placement.learner)
         opt_state = _place_optimizer_state(jax.eval_shape(self.optimizer.init, shapes), trainable, replicated)
         step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
         return {"trainable": trainable, "opt_state": opt_state, "step": step}

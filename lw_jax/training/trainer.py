@@ -8,8 +8,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from lw_jax.core import processes, runtime, tree
 from lw_jax.core.config import Config
@@ -34,6 +32,7 @@ from lw_jax.training.sinks import Services
 from lw_jax.training.step_spec import StepSpec
 from lw_jax.training.train_step import State
 from lw_jax.training.validation_loop import ValidationLoop
+from sharding import place
 
 StopRequested = Callable[[int], bool]
 REMEDY = (  # of a collapse
@@ -157,7 +156,7 @@ class Run:
         weights = self.recipe.build(frozen)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.step_spec.state["opt_state"])
         opt_state = jax.jit(self.step_spec.optimizer.init, out_shardings=shardings)(weights.trainable)
-        step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(self.placement.learner, P()))
+        step = place.replicate(jnp.zeros((), jnp.int32), self.placement.learner)
         self.state = {"trainable": weights.trainable, "opt_state": opt_state, "step": step}
         return weights.frozen
 

@@ -4,7 +4,6 @@ An array with one axis, with fewer than `SMALL` values, or of `EXACT` stays fp32
 `PATH.scale` an fp32 scale for each row of the last axis: value = code x scale.
 """
 
-import hashlib
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -17,6 +16,7 @@ import numpy as np
 
 from lw_jax.core import tree
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import measure
 from lw_jax.core.types import Tree
 from lw_jax.hub.tensor_files import Stored, read_safetensors, read_tensor, refuse_diverged, write_safetensors
 from lw_jax.training import wire_folder
@@ -42,7 +42,7 @@ def write(file: Path, params: Tree, dtype: DType) -> wire_folder.Tensors:
         refuse_diverged(name, values)  # here too: as int8 a NaN would be a number
         tensors |= _pack(name, values, dtype if _is_packed(name, leaf) else "fp32")
     write_safetensors(file, tensors, layout="np")
-    return _measure(file)
+    return wire_folder.Tensors(*measure(file))
 
 
 def part_bytes(params: Tree, dtype: DType) -> dict[str, int]:
@@ -71,7 +71,7 @@ def read(folder: Path, shapes: Tree, *, without: Collection[str] = ()) -> Tree:
     wire, file = wire_folder.read(folder), folder / TENSORS
     if not file.is_file():
         raise UserError(f"{file}: missing: a wire folder has {wire_folder.CONFIG} and {TENSORS}; {REMEDY}")
-    measured = _measure(file)
+    measured = wire_folder.Tensors(*measure(file))
     for key in ("bytes", "sha256"):
         there, stated = getattr(measured, key), getattr(wire.tensors, key)
         if there != stated:
@@ -132,8 +132,3 @@ def _unpack(stored: Mapping[str, Stored], name: str, leaf: Any) -> np.ndarray:
         return read_tensor(stored[name], leaf.dtype)
     codes, scale = read_tensor(stored[name], np.int8), read_tensor(stored[name + SCALE], np.float32)
     return (codes.astype(np.float32) * scale).astype(leaf.dtype)
-
-
-def _measure(file: Path) -> wire_folder.Tensors:
-    with file.open("rb") as stream:
-        return wire_folder.Tensors(file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())

@@ -18,10 +18,6 @@ def make() -> dict:
     }
 
 
-def test_flattened_paths_name_every_leaf():
-    assert sorted(tree.flatten_paths(make())) == ["count", "layers/bias", "layers/q"]
-
-
 def test_sizes_count_elements_and_bytes_once_whatever_the_tree_is_of():
     placed = jax.device_put(make(), jax.NamedSharding(meshes.make(), P()))
     for some in (make(), placed, jax.eval_shape(lambda: jax.tree.map(jnp.asarray, make()))):

@@ -52,8 +52,6 @@ BAD = [
     ("compute.remat", "dots", {}),
     ("eval.rows", ("text", "latent"), {}),
     ("eval.rows", ("text", "text"), {}),
-    ("train.log_to", ("neptune",), {}),
-    ("train.log_to", ("wandb", "wandb"), {}),
     ("stages.pretrain.lengths", (), {"stages.pretrain.share": 1.0}),
     ("stages.pretrain.share", 0.5, {"stages.align.share": 0.6}),
     ("stages.answer.bits", (3,), {}),
@@ -119,9 +117,6 @@ BAD_TEXT = [
     ("data.train", "cards", {}),
     ("data.validation", "docstrings", {}),
     ("data.columns", ("context:body",), {"data.train": "a.jsonl"}),
-    ("ttt.inner", "rnn", {}),
-    ("ttt.backbone", "mamba2", {}),
-    ("ttt.layers", 0, {}),
 ]
 
 

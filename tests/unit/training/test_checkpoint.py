@@ -1,11 +1,12 @@
 """Checkpoints: exact, atomic, elastic, and damage is detected."""
 
 import errno
+import functools
 import json
 import os
 import re
 import resource
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 
 import jax
@@ -21,10 +22,12 @@ from lw_jax.core.errors import UserError
 from lw_jax.training import checkpoint, checkpoint_record
 from lw_jax.training.checkpoint import RECORD, Checkpointer
 from sharding import mesh as meshes
+from tests import tiny
 
 IDENTITY = {"config": "a1", "frozen/llama": "b2"}
 
 
+@functools.cache
 def make_state(devices: int = 1, *, value: float = 1.0) -> dict:
     """Trainables of three dtypes, optimizer state and a count; one weight split over `devices`."""
     mesh = meshes.make(data=devices, devices=jax.devices()[:devices])
@@ -51,16 +54,29 @@ def assert_same_bits(one: dict, other: dict) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def fill(folder: Path, steps=(2, 3, 5), *, keep: int = 3, nll: dict[int, float] | None = None) -> None:
-    with Checkpointer(folder, keep=keep, identity=IDENTITY) as checkpointer:
-        for step in steps:
-            checkpointer.save(step, make_state(value=step), data={"next_index": 10 * step})
-            if nll and step in nll:
-                checkpointer.add_score(step, nll[step])
-
-
 def reopen(folder: Path, *, keep: int = 3, identity=None) -> Checkpointer:
     return Checkpointer(folder, keep=keep, identity=identity or IDENTITY)
+
+
+def fill(folder: Path, scores: dict[int, float | None], *, keep: int = 3) -> Path:
+    """Saves so many steps, those with a score validated."""
+    with reopen(folder, keep=keep) as checkpointer:
+        for step, score in scores.items():
+            checkpointer.save(step, make_state(value=step), data={"next_index": 10 * step})
+            if score is not None:
+                checkpointer.add_score(step, score)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    return fill(tmp_path_factory.mktemp("written"), {3: None, 5: None})
+
+
+@pytest.fixture
+def two(written, tmp_path) -> Path:
+    """A folder with checkpoints 3 and 5."""
+    return shutil.copytree(written, tmp_path / "two")
 
 
 def restore(folder: Path, *, best: bool = False, target: dict | None = None) -> checkpoint.Restored:
@@ -99,18 +115,6 @@ def test_buffers_donated_right_after_save_do_not_change_what_is_written(tmp_path
     np.testing.assert_array_equal(restore(tmp_path, target=target).state["trainable"]["w"], expected)
 
 
-def test_damaged_best_leaves_the_next_best_and_then_the_newest_without_a_score(tmp_path):
-    fill(tmp_path, [1, 2, 3], nll={1: 2.0, 2: 1.0})
-    for damaged, left in ((None, 2), (2, 1), (1, 3)):
-        if damaged:
-            flip(chunk(tmp_path / str(damaged)))
-        assert restore(tmp_path, best=True).step == left
-    (tmp_path / "3" / RECORD).unlink()
-    with pytest.raises(UserError, match=str(tmp_path)) as caught:
-        restore(tmp_path)
-    assert all(f"checkpoint {step} is damaged" in str(caught.value) for step in (1, 2, 3))
-
-
 def test_saving_the_last_step_again_leaves_it_alone(tmp_path):
     with reopen(tmp_path) as checkpointer:
         checkpointer.save(3, make_state(value=1), data={}, wait=True)
@@ -120,13 +124,13 @@ def test_saving_the_last_step_again_leaves_it_alone(tmp_path):
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
 
 
-def test_run_that_forgot_to_restore_overwrites_nothing(tmp_path):
-    fill(tmp_path, [5])
-    with reopen(tmp_path) as checkpointer:
+def test_run_that_forgot_to_restore_overwrites_nothing(two):
+    before = tiny.contents(two)
+    with reopen(two) as checkpointer:
         for step in (4, 5):
             with pytest.raises(UserError, match=f"checkpoint 5.*step {step}"):
                 checkpointer.save(step, make_state(), data={})
-    assert [path.name for path in tmp_path.iterdir()] == ["5"]
+    assert tiny.contents(two) == before
 
 
 def chunk(folder: Path) -> Path:
@@ -157,18 +161,17 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damaged_newest_is_named_and_the_previous_one_taken(tmp_path, caplog, kind):
+def test_damaged_newest_is_named_and_the_previous_one_taken(two, caplog, kind):
     find, damage, named = DAMAGE[kind]
-    fill(tmp_path, [3, 5])
-    damage(find(tmp_path / "5"))
-    with reopen(tmp_path) as checkpointer:
+    damage(find(two / "5"))
+    with reopen(two) as checkpointer:
         restored = checkpointer.restore(abstract(make_state()))
         assert (restored.step, restored.data) == (3, {"next_index": 30})
         assert_same_bits(restored.state, make_state(value=3))
         assert re.search(rf"checkpoint 5 .*{named}.*took 3", caplog.text)
         # The run goes on to the damaged step, which is then written anew.
         checkpointer.save(5, make_state(value=50), data={"next_index": 500})
-    restored = restore(tmp_path)
+    restored = restore(two)
     assert (restored.step, restored.data) == (5, {"next_index": 500})
 
 
@@ -188,10 +191,8 @@ def fail_at(patch: pytest.MonkeyPatch, file: Path, code: int) -> None:
 
 
 def test_best_checkpoint_that_cannot_be_read_for_a_while_outlives_later_saves(tmp_path, monkeypatch):
-    with Checkpointer(tmp_path, keep=1, identity=IDENTITY) as checkpointer:
-        for step, nll in ((2, 1.0), (3, 4.0)):
-            checkpointer.save(step, make_state(value=step), data={})
-            checkpointer.add_score(step, nll)
+    fill(tmp_path, {2: 1.0, 3: 4.0}, keep=1)
+    with reopen(tmp_path, keep=1) as checkpointer:
         with monkeypatch.context() as patch:
             fail_at(patch, tmp_path / "2" / RECORD, errno.ESTALE)
             checkpointer.save(4, make_state(value=4), data={}, wait=True)
@@ -202,10 +203,9 @@ def test_best_checkpoint_that_cannot_be_read_for_a_while_outlives_later_saves(tm
 
 
 @pytest.mark.parametrize("find", [lambda folder: folder / RECORD, chunk])
-def test_checkpoint_that_cannot_be_read_is_refused_and_no_older_one_taken(tmp_path, monkeypatch, find):
-    fill(tmp_path, [3, 5])
-    file = find(tmp_path / "5")
-    with reopen(tmp_path) as checkpointer:
+def test_checkpoint_that_cannot_be_read_is_refused_and_no_older_one_taken(two, monkeypatch, find):
+    file = find(two / "5")
+    with reopen(two) as checkpointer:
         with monkeypatch.context() as patch:
             fail_at(patch, file, errno.ESTALE)
             with pytest.raises(UserError, match=re.escape(str(file))):
@@ -216,31 +216,28 @@ def test_checkpoint_that_cannot_be_read_is_refused_and_no_older_one_taken(tmp_pa
     assert restored.step == 5
 
 
-def test_partial_write_is_never_a_checkpoint_and_goes_with_the_next_save(tmp_path):
-    fill(tmp_path, [2])
-    partial = tmp_path / "3.orbax-checkpoint-tmp"
-    for folder in (partial, tmp_path / "notes", tmp_path / "\u00b2"):  # a digit, not a number
+def test_partial_write_is_never_a_checkpoint_and_goes_with_the_next_save(two):
+    partial = two / "6.orbax-checkpoint-tmp"
+    for folder in (partial, two / "notes", two / "\u00b2"):  # a digit, not a number
         folder.mkdir()
-    with reopen(tmp_path) as checkpointer:
-        assert checkpointer.restore(abstract(make_state())).step == 2
+    with reopen(two) as checkpointer:
+        assert checkpointer.restore(abstract(make_state())).step == 5
         assert partial.exists()  # reading removes nothing
-        checkpointer.save(4, make_state(), data={})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "notes", "\u00b2"]
+        checkpointer.save(7, make_state(), data={})
+    assert sorted(path.name for path in two.iterdir()) == ["3", "5", "7", "notes", "\u00b2"]
 
 
-def test_other_identity_is_refused_with_key_and_values(tmp_path):
-    fill(tmp_path, [2])
+def test_other_identity_is_refused_with_key_and_values(written):
     for identity, words in (
         (IDENTITY | {"config": "zz"}, "config=a1.*config=zz"),
         ({"config": "a1"}, r"frozen/llama=b2.*frozen/llama=\(absent\)"),
         (IDENTITY | {"encoder": "c3"}, r"encoder=\(absent\).*encoder=c3"),
     ):
-        with pytest.raises(UserError, match=f"{tmp_path}.*{words}"):
-            reopen(tmp_path, identity=identity)
+        with pytest.raises(UserError, match=f"{written}.*{words}"):
+            reopen(written, identity=identity)
 
 
-def test_other_shape_dtype_or_path_is_refused_and_not_taken_for_damage(tmp_path):
-    fill(tmp_path, [2])
+def test_other_shape_dtype_or_path_is_refused_and_not_taken_for_damage(written):
     target = abstract(make_state())
     kernel = target["trainable"]["encoder"]["kernel"]
     others = [
@@ -251,7 +248,7 @@ def test_other_shape_dtype_or_path_is_refused_and_not_taken_for_damage(tmp_path)
     for change, words in others:
         encoder = target["trainable"]["encoder"] | change
         with pytest.raises(UserError, match=words):
-            restore(tmp_path, target=target | {"trainable": target["trainable"] | {"encoder": encoder}})
+            restore(written, target=target | {"trainable": target["trainable"] | {"encoder": encoder}})
 
 
 def replace_newest(folder: Path) -> None:
@@ -267,7 +264,7 @@ def replace_newest(folder: Path) -> None:
 def test_reader_takes_the_next_checkpoint_where_training_removes_the_one_it_reads(
     tmp_path, monkeypatch, caplog, moment
 ):
-    fill(tmp_path / "checkpoints", [1], keep=1)
+    fill(tmp_path / "checkpoints", {1: None}, keep=1)
     owner = checkpoint.Checkpointer if moment == "_read" else checkpoint_record
     original, calls = getattr(owner, moment), []
 
@@ -283,12 +280,10 @@ def test_reader_takes_the_next_checkpoint_where_training_removes_the_one_it_read
     assert_same_bits(restored.state, {"trainable": make_state(value=2)["trainable"]})
 
 
-def test_first_process_chooses_the_checkpoint_of_all(tmp_path, monkeypatch):
+def test_first_process_chooses_the_checkpoint_of_all(written, two, monkeypatch):
     """A file is not seen, or seen otherwise, by one process alone, as on a network's file system."""
-    views, decided = [tmp_path / "first", tmp_path / "second"], []
-    for view in views:
-        fill(view, [3, 5])
-    flip(chunk(views[0] / "5"))
+    decided = []
+    flip(chunk(two / "5"))
 
     def from_first(make):
         if jax.process_index() == 0:
@@ -297,7 +292,7 @@ def test_first_process_chooses_the_checkpoint_of_all(tmp_path, monkeypatch):
 
     monkeypatch.setattr(processes, "from_first", from_first)
     found = []
-    for rank, view in enumerate(views):
+    for rank, view in enumerate((two, written)):
         with reopen(view) as checkpointer:
             monkeypatch.setattr(jax, "process_index", lambda rank=rank: rank)
             found.append(checkpointer.restore(abstract(make_state())))
@@ -327,34 +322,29 @@ def test_full_disk_is_refused_with_folder_and_bytes_and_keeps_earlier_checkpoint
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
 
 
-def failing(code: int) -> Callable:
-    def fail(*_, **__):
-        raise OSError(code, os.strerror(code))
-
-    return fail
-
-
-def test_disk_full_at_the_record_leaves_no_checkpoint(tmp_path, monkeypatch):
-    fill(tmp_path, [2])
-    with reopen(tmp_path) as checkpointer:
+def test_disk_full_at_the_record_leaves_no_checkpoint(two, monkeypatch):
+    with reopen(two) as checkpointer:
         checkpointer.restore(abstract(make_state()))
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", failing(errno.ENOSPC))
-            with pytest.raises(UserError, match="checkpoint 3 does not fit"):
-                checkpointer.save(3, make_state(value=3), data={}, wait=True)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["2"]
-        checkpointer.save(3, make_state(value=3), data={}, wait=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+            patch.setattr(os, "fsync", tiny.no_space)
+            with pytest.raises(UserError, match="checkpoint 7 does not fit"):
+                checkpointer.save(7, make_state(value=7), data={}, wait=True)
+        assert sorted(path.name for path in two.iterdir()) == ["3", "5"]
+        checkpointer.save(7, make_state(value=7), data={}, wait=True)
+    assert sorted(path.name for path in two.iterdir()) == ["3", "5", "7"]
 
 
-def test_score_comes_to_the_checkpoint_afterwards_and_decides_the_best(tmp_path):
-    with Checkpointer(tmp_path, keep=2, identity=IDENTITY) as checkpointer:
-        for step, nll in ((1, float("nan")), (2, 1.0), (3, 2.0), (4, 3.0), (5, None)):
-            checkpointer.save(step, make_state(value=step), data={"next_index": step})
-            if nll is not None:
-                checkpointer.add_score(step, nll)
+def test_score_comes_afterwards_and_decides_the_best_of_those_that_are_not_damaged(tmp_path):
+    fill(tmp_path, {1: float("nan"), 2: 1.0, 3: 2.0, 4: 3.0, 5: None}, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "5"]
     newest, best = restore(tmp_path), restore(tmp_path, best=True)
     assert (newest.step, newest.metrics) == (5, {})
     assert (best.step, best.metrics) == (2, {"nll": 1.0})
     assert_same_bits(best.state, make_state(value=2))
+    for damaged, left in ((2, 4), (4, 5)):  # the next best, then the newest without a score
+        flip(chunk(tmp_path / str(damaged)))
+        assert restore(tmp_path, best=True).step == left
+    (tmp_path / "5" / RECORD).unlink()
+    with pytest.raises(UserError, match=str(tmp_path)) as caught:
+        restore(tmp_path)
+    assert all(f"checkpoint {step} is damaged" in str(caught.value) for step in (2, 4, 5))

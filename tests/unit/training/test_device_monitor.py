@@ -1,11 +1,13 @@
 """Device monitor: one record a device, its card found by UUID, and no NVML fault stops the run."""
 
 import ctypes
+import itertools
 import json
 import sys
 import threading
 import time
 import types
+from collections.abc import Callable
 
 import jax
 import pytest
@@ -16,14 +18,9 @@ from lw_jax.training.device_monitor import Reading, Sampler
 GB = 10**9
 
 
-class Script:
+def script(*steps: list[Reading]) -> Callable[[], list[Reading]]:
     """Plays readings back, one list a call, the last for ever."""
-
-    def __init__(self, *steps: list[Reading]):
-        self.steps = list(steps)
-
-    def __call__(self) -> list[Reading]:
-        return self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+    return itertools.chain(steps, itertools.repeat(steps[-1])).__next__
 
 
 @pytest.fixture
@@ -50,13 +47,13 @@ def busy(device: str, utilisation: float, *, peak: int = 60) -> Reading:
 
 
 def test_scalars_are_means_of_each_device_since_the_last_call(now):
-    script = Script(
+    read = script(
         [busy("gpu0", 0.0)],
         [busy("gpu0", 0.5, peak=10), busy("gpu5", 0.1)],
         [busy("gpu0", 0.9, peak=30), busy("gpu5", 0.3)],
         [busy("gpu0", 0.2, peak=30)],
     )
-    sampler = play(Sampler(script), now, 40)
+    sampler = play(Sampler(read), now, 40)
     sampler.restart()  # behind the step that compiles
     found = play(sampler, now, 1, 1).scalars()
     assert found["devices/utilisation/gpu0"] == pytest.approx(0.7)
@@ -70,7 +67,7 @@ def test_scalars_are_means_of_each_device_since_the_last_call(now):
 def test_lines_are_written_at_intervals_and_at_the_end(now, tmp_path):
     path = tmp_path / "devices.jsonl"
     steps = [[busy("gpu0", step / 10), busy("gpu1", 1 - step / 10, peak=step)] for step in range(1, 8)]
-    with Sampler(Script(*steps), path=path, period=600, line_seconds=5) as sampler:
+    with Sampler(script(*steps), path=path, period=600, line_seconds=5) as sampler:
         play(sampler, now, 2, 2)
         assert not path.exists()
         play(sampler, now, 2, 1, 1)
@@ -84,7 +81,7 @@ def test_lines_are_written_at_intervals_and_at_the_end(now, tmp_path):
 def test_full_disk_and_failing_runtime_are_said_once_and_end_no_run(now, tmp_path):
     path, told = tmp_path / "devices.jsonl", []
     path.symlink_to("/dev/full")
-    with Sampler(Script([busy("gpu0", 0.5)]), path=path, period=600, line_seconds=1, report=told.append) as sampler:
+    with Sampler(script([busy("gpu0", 0.5)]), path=path, period=600, line_seconds=1, report=told.append) as sampler:
         play(sampler, now, 2, 2)
         assert sampler.scalars()["devices/utilisation/gpu0"] == 0.5
     assert len(told) == 1 and f"{path}: No space left on device" in told[0]

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 ROOM = MemoryLimit(10**12, 1.0)
 # Arguments and working memory of `Step.evaluate` of configs/large.py as XLA compiles it for one H100, without Adam's
 # moments, and for two that share the readers' products (jax 0.10.2): bytes by (strategy, devices, eval.batch).
-COMPILED = {("single", 1, 64): 2.393e9, ("single", 1, 256): 7.634e9, ("tensor", 2, 64): 2.427e9}
+COMPILED = {("single", 1, 256): 7.634e9, ("tensor", 2, 64): 2.427e9}
 NEAR = 0.25
 TINY = (0.3, 2.0)  # of the compiled bytes beside the weights, of tiny models on a CPU
 
@@ -32,8 +32,14 @@ def peak(one: Pass | None, rows: int) -> int:
     return max(one.resident[mesh] + size for mesh, size in one.trace(rows).items())
 
 
-def with_batch(cfg, batch: int):
-    return dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, batch=batch))
+def make(root, batch: int, **changes):
+    """One reader, everything that a plan would choose given."""
+    own = {"mesh__placement": "single", "train__micro_batch": 1, "compute__dtype": "fp32"}  # on every platform
+    return tiny.make_config(root, only="llama", eval__batch=batch, **own | changes)
+
+
+def limited(limit: float) -> dict[str, float]:
+    return {"mesh__memory_gb": limit / 1e9, "mesh__target_utilisation": 1.0}
 
 
 @pytest.mark.parametrize("asked", COMPILED)
@@ -47,7 +53,7 @@ def test_working_memory_is_near_what_is_compiled(asked):
 
 
 def test_a_batch_that_does_not_fit_is_told_with_the_one_that_does(root):
-    one = evaluation_memory.validation(tiny.outline(with_batch(tiny.make_config(root), 48), "replicate", 4))
+    one = evaluation_memory.validation(tiny.outline(make(root, 48), "replicate", 4))
     three, twelve = peak(one, 3), peak(one, 12)
     found = evaluation_memory.of(one, MemoryLimit(three, 1.0))
     wanted = (48, twelve, False, 12, False)
@@ -59,13 +65,8 @@ def test_a_batch_that_does_not_fit_is_told_with_the_one_that_does(root):
 
 
 def test_a_plan_and_a_run_say_so(root):
-    cfg = with_batch(
-        tiny.make_config(root, train__micro_batch=1, mesh__placement="single", compute__dtype="fp32"), 4096
-    )
-    program = tiny.outline(cfg)
-    limit = peak(evaluation_memory.validation(program), 1024)
-    mesh = dataclasses.replace(cfg.mesh, memory_gb=limit / 1e9 + 1e-6, target_utilisation=1.0)
-    cfg = dataclasses.replace(cfg, mesh=mesh)
+    program = tiny.outline(make(root, 4096))
+    cfg = make(root, 4096, **limited(peak(evaluation_memory.validation(program), 1024) + 1000))
     found = planner.make(cfg, "h100x1", estimate=True)
     assert found.validation.largest == 1024 and "--config.eval.batch=1024" in plan_tables.report(found)
     recipe = recipes.make(cfg, program.placement)
@@ -74,11 +75,11 @@ def test_a_plan_and_a_run_say_so(root):
     assert run.validation_loop._batch.size == 1024, "from the start: several processes cannot halve it later"
 
 
-@pytest.mark.parametrize("make", [tiny.make_config, tiny.make_ttt_config])
-def test_a_held_out_batch_has_the_planned_shapes_but_for_its_lengths(make, root):
-    cfg = make(root)
+@pytest.mark.parametrize("kind", [tiny.make_config, tiny.make_ttt_config])
+def test_a_held_out_batch_has_the_planned_shapes_but_for_its_lengths(kind, root):
+    cfg = kind(root)
     recipe = recipes.make(cfg, tiny.place(cfg))
-    recipe.build()
+    recipe.load_frozen()
     batch = next(iter(eval_batches(recipe.validation()[0][1], 4)))
     batch.pop("valid")
     widths = recipe.validation_widths()
@@ -108,22 +109,18 @@ def test_traced_generation_is_near_what_is_compiled(strategy, devices, kind, roo
 
 def test_a_limit_that_only_evaluation_breaks_refuses_the_candidate(root):
     """The step reads 5 latents; the texts beside which they are measured are a hundred times as long."""
-    own = {"mesh__placement": "single", "train__micro_batch": 1, "compute__remat": "none"}
-    own["compute__dtype"] = "fp32"  # on every platform
-    long = tiny.make_config(root, data__context_tokens=4096, eval__batch=1, **own)
-    needed = peak(generation(tiny.outline(long)), 1)
+    long = {"data__context_tokens": 4096}
+    needed, more = (peak(generation(tiny.outline(make(root, batch, **long))), batch) for batch in (1, 64))
 
-    def planned(cfg, limit):
-        mesh = dataclasses.replace(cfg.mesh, memory_gb=limit / 1e9, target_utilisation=1.0)
-        return planner.make(dataclasses.replace(cfg, mesh=mesh), "h100x1", estimate=True)
+    def planned(batch, limit):
+        return planner.make(make(root, batch, **long, **limited(limit)), "h100x1", estimate=True)
 
-    refused = planned(long, needed - 1)
+    refused = planned(1, needed - 1)
     (row,) = refused.candidates
     assert row.peak_bytes < needed, "the step fits"
     assert (refused.chosen, row.fits) == (None, False) and "generation" in row.obstacle
-    taken = planned(long, needed + 1)
+    taken = planned(1, needed + 1)
     assert taken.chosen and taken.generation.fits and not taken.generation.compiled
-    many = dataclasses.replace(long, eval=dataclasses.replace(long.eval, batch=64))
-    fewer = planned(many, peak(generation(tiny.outline(many)), 64) - 1)
+    fewer = planned(64, more - 1)
     assert fewer.chosen and not fewer.generation.fits and 1 <= fewer.generation.largest < 64
     assert f"--config.eval.batch={fewer.generation.largest}" in plan_tables.report(fewer)

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from lw_jax.core import config
+from lw_jax.core.tree import flatten_paths
 from lw_jax.training import optimizers
 from lw_jax.training.optimizers import Phase
 
@@ -61,11 +62,6 @@ def first_update(cfg, params, gradients, rates=RATES, **more):
     return updates, state
 
 
-def paths(tree):
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in
-            jax.tree_util.tree_leaves_with_path(tree)}  # fmt: skip
-
-
 def test_schedule_warms_up_to_the_peak_and_ends_at_the_fraction():
     rate = optimizers.schedule(CFG, [Phase(110)])
     peak, end = CFG.learning_rate, CFG.learning_rate * CFG.end_fraction
@@ -85,8 +81,8 @@ def test_schedule_warms_up_to_the_peak_and_ends_at_the_fraction():
 
 def test_first_step_is_the_rate_times_each_subtree_s_multiple(params, gradients):
     updates, _ = first_update(CFG, params, gradients)
-    signs = paths(jax.tree.map(lambda leaf: leaf / (jnp.abs(leaf) + optimizers.EPS), gradients))
-    for path, update in paths(updates).items():
+    signs = flatten_paths(jax.tree.map(lambda leaf: leaf / (jnp.abs(leaf) + optimizers.EPS), gradients))
+    for path, update in flatten_paths(updates).items():
         multiple = 3.0 if path.startswith("adapters") else 0.25 if "body" in path else 1.0
         np.testing.assert_allclose(update, -CFG.learning_rate / 10 * multiple * signs[path], rtol=EXACT)
 
@@ -95,7 +91,7 @@ def test_first_step_is_the_rate_times_each_subtree_s_multiple(params, gradients)
 def test_decay_pulls_matrices_or_all(params, which):
     zero = jax.tree.map(jnp.zeros_like, params)
     updates, _ = first_update(replace(weight_decay=0.5), params, zero, decays_all=which == "all")
-    found, weights = paths(updates), paths(params)
+    found, weights = flatten_paths(updates), flatten_paths(params)
     decayed = {path for path, update in found.items() if np.asarray(update).any()}
     matrices = {"adapters/a/down/kernel", "encoder/body/layers/q", "encoder/head/project/kernel"}
     assert decayed == (matrices if which == "matrices" else found.keys())
@@ -157,7 +153,7 @@ def test_phase_of_rate_zero_leaves_moments_their_count_and_the_clip_alone(params
     update, state, other = jax.jit(made.update), made.init(params), alone.init(params)
 
     def moments(state):
-        return {path: np.asarray(leaf) for path, leaf in paths(state).items() if "encoder/body" in path}
+        return {path: np.asarray(leaf) for path, leaf in flatten_paths(state).items() if "encoder/body" in path}
 
     assert len(moments(state)) >= 5
     for _ in range(3):
@@ -194,12 +190,12 @@ def test_offsets_of_an_inner_model_and_vectors_of_tasks_do_not_decay_among_matri
 
 
 def test_muon_steps_each_layer_s_matrix_along_its_gradient_made_orthogonal(params, gradients):
-    adam, muon = (paths(first_update(replace(kind=kind), params, gradients)[0]) for kind in ("adamw", "muon"))
+    adam, muon = (flatten_paths(first_update(replace(kind=kind), params, gradients)[0]) for kind in ("adamw", "muon"))
     matrices = {"adapters/a/down/kernel", "encoder/body/layers/q", "encoder/head/project/kernel"}
     for path in adam.keys() - matrices:
         np.testing.assert_array_equal(muon[path], adam[path])
     rate = -CFG.learning_rate / 10 * 0.25
-    updates, wanted = (np.asarray(tree["encoder/body/layers/q"]) for tree in (muon, paths(gradients)))
+    updates, wanted = (np.asarray(tree["encoder/body/layers/q"]) for tree in (muon, flatten_paths(gradients)))
     for update, gradient in zip(updates, wanted, strict=True):
         left, _, right = np.linalg.svd(gradient, full_matrices=False)
         inside = left.T @ (update / (rate * 0.2 * math.sqrt(5))) @ right.T  # 3 x 5: the longer side is 5

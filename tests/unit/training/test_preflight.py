@@ -1,9 +1,7 @@
 """lw_jax/training/preflight.py and recipes: faults that make a run worthless are named before it starts."""
 
 import dataclasses
-import functools
 import json
-import operator
 from pathlib import Path
 
 import pytest
@@ -20,9 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def load(name, **changes):
     values = config_file.load(name, root=ROOT)
-    for key, value in changes.items():
-        *sections, leaf = key.split("__")
-        functools.reduce(operator.getitem, sections, values)[leaf] = value
+    values.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
     cfg = config.build(values)
     validation.validate(cfg)
     return cfg

@@ -133,24 +133,31 @@ def loss(step: int) -> dict[str, float]:
     return {"train/loss": step / 8, "examples": 8 * step}
 
 
-def test_row_is_logged_once_whatever_is_taken_again(libraries, tmp_path):
-    cfg = make_config(*BOTH)
-    first = sinks.Services(cfg, tmp_path)
-    for step in (1, 2, 3, 2, 3, 4):  # memory ran out after step 3, and step 2 was taken again
+def restart(cfg: config.Config, workdir: Path) -> None:
+    """Logs steps 1 to 3, then from the checkpoint of step 2 on again, with a validation that was missing."""
+    workdir.mkdir()
+    first = sinks.Services(cfg, workdir)
+    for step in (1, 2, 3, 2, 3):  # memory ran out after step 3, and step 2 was taken again
         assert first.write(step, loss(step)) == []
     assert first.close(REQUEUE) == []
-    second = sinks.Services(cfg, tmp_path)  # from the checkpoint of step 3, whose validation is missing
-    second.write(3, {"validation/loss": 0.25})
-    for step in (4, 5):
-        second.write(step, loss(step))
-    second.close(0)
-    rows = [*((step, loss(step)) for step in (1, 2, 3, 4)), (3, {"validation/loss": 0.25}), (5, loss(5))]
+    second = sinks.Services(cfg, workdir)
+    assert second.write(2, {"validation/loss": 0.25}) == []
+    for step in (3, 4):
+        assert second.write(step, loss(step) | {"train/nll/llama": math.nan}) == []
+    assert second.close(0) == []
+
+
+def test_row_is_logged_once_whatever_is_taken_again(libraries, tmp_path):
+    cfg = make_config(*BOTH)
+    restart(cfg, tmp_path / "run")
+    rows = [*((step, loss(step)) for step in (1, 2, 3)), (2, {"validation/loss": 0.25})]
+    rows.append((4, loss(4) | {"train/nll/llama": math.nan}))
     for name in BOTH:
         ((run_id, found),) = libraries.rows[name].items()
         assert found == rows, f"one run in {name}, every row once"
-        record = json.loads((tmp_path / f"{name}.json").read_text("utf-8"))
-        assert record == {"run": run_id, "logged": {"train": 5, "validation": 3}}
-    assert libraries.names == {tmp_path.name}
+        record = json.loads((tmp_path / "run" / f"{name}.json").read_text("utf-8"))
+        assert record == {"run": run_id, "logged": {"train": 4, "validation": 2}}
+    assert libraries.names == {"run"}
     assert libraries.params == {
         "wandb": [config.to_dict(cfg)] * 2,
         "mlflow": [config.flatten(config.to_dict(cfg))],
@@ -213,20 +220,6 @@ def test_run_that_opens_by_half_is_ended(libraries, tmp_path, name, call, kind, 
 # --- the libraries themselves
 
 
-def restart(cfg: config.Config, workdir: Path) -> None:
-    """Logs steps 1 to 3, then from step 2 on again, with a validation that was missing."""
-    workdir.mkdir()
-    first = sinks.Services(cfg, workdir)
-    for step in (1, 2, 3):
-        assert first.write(step, loss(step)) == []
-    assert first.close(REQUEUE) == []
-    second = sinks.Services(cfg, workdir)
-    assert second.write(2, {"validation/loss": 0.25}) == []
-    for step in (3, 4):
-        assert second.write(step, loss(step) | {"train/nll/llama": math.nan}) == []
-    assert second.close(0) == []
-
-
 def test_wandb_offline_takes_what_the_stand_in_takes(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="wandb is not installed")
     for variable in [name for name in sinks.os.environ if name.startswith("WANDB_")]:
@@ -261,23 +254,12 @@ def test_mlflow_store_holds_every_row_once(tmp_path, monkeypatch):
 
 
 def test_run_sends_every_row_of_its_log_over_a_restart(libraries, tmp_path, capsys):
-    changes = {"mesh__placement": "single", "train__log_to": BOTH, "train__eval_every": 2}
+    changes = {"mesh__placement": "single", "train__log_to": BOTH, "train__eval_every": 2, "ttt__layers": 1}
     cfg = tiny.make_ttt_config(tmp_path, **changes)
     workdir = tiny.start_folder(tmp_path / "run", cfg)
     stop = iter([False, False, False, True])
-
-    class Stopped:
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def requested(self, step):
-            return next(stop, False)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.runtime, "Preemption", Stopped)
+        patch.setattr(train.runtime.Preemption, "requested", lambda *_: next(stop, False))
         assert train.main(cfg, workdir) == REQUEUE
         libraries.down = {"log_batch": OSError}
         assert train.main(cfg, workdir) == 0

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import jax
-import msgspec
 import numpy as np
 import pytest
 from huggingface_hub import ModelCard
@@ -19,6 +18,8 @@ import run
 from lw_jax.commands import train
 from lw_jax.core import tree
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import measure
+from lw_jax.evals import control_rows
 from lw_jax.hub import tensor_files, wire_repository
 from lw_jax.hub.tensor_files import read_safetensors, read_tensor
 from lw_jax.inference import evaluation
@@ -30,7 +31,6 @@ from tests import fake_hub, runs, tiny
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT, QUESTION = "Mira keeps a copper lantern in the old mill.", "What does Mira keep?"
-PLACEMENTS = [{"mesh.placement": "fsdp"}, {"mesh.placement": "tensor", "mesh.model": "2"}]  # beside the run's single
 SAME = 2e-5  # fp32 values of unit size: the same sums in another order
 HALF = 2.0**-8  # between latents below 4 that were rounded to 16 bits, once from either side
 TOLERANCE = 0.01  # nats of an answer token, between a run's fp32 wire and its bf16 or int8 export
@@ -39,9 +39,8 @@ TOLERANCE = 0.01  # nats of an answer token, between a run's fp32 wire and its b
 def make(root, **changes):
     body = {"kind": "lm", "layers": 1, "source": str(tiny.readers(root)["llama"]), "rate": 0.5}
     changes = {f"encoder__{key}": value for key, value in body.items()} | changes
-    return tiny.make_config(
-        root, **{"mesh__placement": "single", "train__steps": 2, "train__checkpoint_every": 2} | changes
-    )
+    run = {"mesh__placement": "single", "train__steps": 2, "train__checkpoint_every": 2, "eval__rows": ("latents",)}
+    return tiny.make_config(root, **run | changes)
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +63,13 @@ def exported(trained, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("chosen", PLACEMENTS)
-def test_moved_wire_says_the_same_under_other_placements(root, trained, exported, tmp_path, chosen):
+def test_moved_wire_says_the_same_under_another_placement(root, trained, exported, tmp_path):
     shutil.copytree(exported["fp32"], tmp_path / "wire")
     moved = {}
     for name, at in tiny.readers(root).items():
         moved[f"llms.{name}.source"] = str(shutil.copytree(at, tmp_path / "models" / name))
-    moved |= {"encoder.source": moved["llms.llama.source"]}
-    own, other = trained[1], lw_jax.load_wire(tmp_path / "wire", config=moved | chosen)
+    moved |= {"encoder.source": moved["llms.llama.source"], "mesh.placement": "tensor", "mesh.model": "2"}
+    own, other = trained[1], lw_jax.load_wire(tmp_path / "wire", config=moved)
     message = own.write(TEXT)
     for reader in ("llama", "qwen"):
         assert other.read(message, reader, QUESTION) == own.read(message, reader, QUESTION)
@@ -81,16 +79,19 @@ def test_moved_wire_says_the_same_under_other_placements(root, trained, exported
     np.testing.assert_allclose(*prompts, atol=SAME, rtol=0)
 
 
+def nll_of(wire, trainable):
+    """Nats of an answer token behind the latents that a wire has with these weights."""
+    session = control_rows.WireSession(wire.functions, wire.frozen, wire.recipe.tokenizers, trainable)
+    return np.mean([one["nll"] for one in evaluation.measure(wire, bench=session).records])
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_smaller_types_keep_the_likelihood_and_are_what_the_format_says(trained, exported, dtype):
-    own, other = trained[1], lw_jax.load_wire(exported[dtype])
-    nll = [
-        np.mean([one["nll"] for one in evaluation.measure(wire).records if one["row"] == "latents"])
-        for wire in (own, other)
-    ]
-    assert 0 < abs(nll[0] - nll[1]) < TOLERANCE
+    own = trained[1]
+    other = wire_tensors.read(exported[dtype], own.trainable)
+    assert 0 < abs(nll_of(own, own.trainable) - nll_of(own, other)) < TOLERANCE
     stored = read_safetensors(exported[dtype] / wire_folder.TENSORS)
-    values, found = tree.flatten_paths(own.trainable), tree.flatten_paths(other.trainable)
+    values, found = tree.flatten_paths(own.trainable), tree.flatten_paths(other)
     assert {key.removesuffix(wire_tensors.SCALE) for key in stored} == values.keys()
     kinds = {"F32"}
     for name, wanted in values.items():
@@ -133,7 +134,8 @@ def sign(folder, **changes):
     """Writes config.json anew: with the hash of the tensors, and `changes`."""
     at = folder / "config.json"
     told = json.loads(at.read_text("utf-8"))
-    told["tensors"] = msgspec.to_builtins(wire_tensors._measure(folder / "wire.safetensors"))
+    size, sha256 = measure(folder / "wire.safetensors")
+    told["tensors"] = {"bytes": size, "sha256": sha256}
     at.write_text(json.dumps(told | changes), "utf-8")
 
 
