@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from benchmarks import gpu, peer, sweep
-from lw_jax.core import config, config_file, validation
+from benchmarks import common, gpu, peer, sweep
+from lw_jax.core import config, validation
 from lw_jax.planning import workload
-from tests.conftest import ROOT
 
 SELFMADE = "--config.data.question_tokens=6 --config.encoder.window=32".split()
 
@@ -26,16 +25,23 @@ def test_small_run_measures_its_cases(tmp_path):
     assert all(row["seconds"]["median"] > 0 for one in told.values() for row in one["rows"])
 
 
-@pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("case", gpu.CASES, ids=lambda case: case.name)
-def test_every_case_is_a_configuration_whose_arithmetic_can_be_counted(case, small):
+def test_every_case_is_a_configuration_of_its_script(case):
+    for small in (False, True):
+        cfg = configuration(case, small=small)
+        validation.validate(cfg)
+        assert {"bench": True, "peer": cfg.recipe in peer.OTHERS, "load": "llama" in cfg.llms}[case.script]
+
+
+def test_the_arithmetic_of_every_small_case_can_be_counted():
+    small = (configuration(case, small=True) for case in gpu.CASES)
+    for cfg in {config.digest(cfg): cfg for cfg in small}.values():
+        assert workload.step_flops(cfg) > 0
+
+
+def configuration(case, *, small):
     file, values = case.of(small=small)
-    made = config_file.load(f"configs/{file}", root=ROOT)
-    config_file.override(made, values)
-    cfg = config.build(made)
-    validation.validate(cfg)
-    assert workload.step_flops(cfg) > 0
-    assert {"bench": True, "peer": cfg.recipe in peer.OTHERS, "load": "llama" in cfg.llms}[case.script]
+    return common.load(f"configs/{file}", values)
 
 
 @pytest.mark.slow
