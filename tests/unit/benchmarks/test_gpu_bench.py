@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from benchmarks import common, gpu, peer, sweep
-from lw_jax.core import config, validation
+from benchmarks import common, gpu, peer, scaling, sweep
+from lw_jax.core import config, environment, validation
+from lw_jax.core.errors import UserError
 from lw_jax.planning import workload
 
 SELFMADE = "--config.data.question_tokens=6 --config.encoder.window=32".split()
@@ -42,6 +43,17 @@ def test_the_arithmetic_of_every_small_case_can_be_counted():
 def configuration(case, *, small):
     file, values = case.of(small=small)
     return common.load(f"configs/{file}", values)
+
+
+def test_sweep_plans_for_a_card_that_is_named_without_a_number(tmp_path, monkeypatch):
+    def plan(cfg, card, point):
+        raise UserError(card)
+
+    monkeypatch.setattr(environment, "prepare_compiler", lambda **_: None)
+    monkeypatch.setattr(scaling, "plan", plan)
+    words = ["--config", "configs/smoke.py", "--batches", "2", "--slots", "3", "--out", str(tmp_path)]
+    with pytest.raises(UserError, match="^rtx4090$"):
+        sweep.main([*words, "--target", "rtx4090"])
 
 
 @pytest.mark.slow
