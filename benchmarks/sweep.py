@@ -36,8 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="measured steps of a point (default: 5)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     args = parser.parse_args(rest)
+    card = ""
     if args.target:
         environment.prepare_compiler(everywhere=True)
+        from lw_jax.planning import gpus
+
+        card = gpus.parse(args.target).card.name
     rows = []
     for slots in args.slots:
         values = {"mesh.placement": "single", "compute.remat": "none"} | assignments | {"encoder.slots": str(slots)}
@@ -45,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             common.say(f"{slots} slots, batch {batch}")
             point = scaling.Point("batch", 1, 1, batch, batch)
             found = (
-                scaling.plan(common.load(args.config, values), args.target.rpartition("x")[0], point)
-                if args.target
+                scaling.plan(common.load(args.config, values), card, point)
+                if card
                 else scaling.ask(point, config=args.config, assignments=values, steps=args.repeats)
             )
             rows.append({"slots": slots, "batch": batch, "samples_per_second": found["examples_per_second"], **found})

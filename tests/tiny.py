@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import tokenizers
 from gguf import GGUFWriter
+from ml_collections import ConfigDict
 from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
@@ -222,6 +223,13 @@ def make_config(root: Path, *, only: str = "", models: Mapping[str, Path] | None
     c.eval.update(examples=8, batch=8, max_new_tokens=4)
     c.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
     return config.build(c)
+
+
+def change(cfg: Config, **changes: object) -> Config:
+    """Returns a configuration with other values; `changes` as in `make_config`."""
+    values = ConfigDict(dataclasses.asdict(cfg))
+    values.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
+    return config.build(values)
 
 
 def make_searched_config(root: Path, **changes: object) -> Config:

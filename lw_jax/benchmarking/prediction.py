@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from lw_jax import recipes
+from lw_jax.benchmarking.measurement import FREE
 from lw_jax.benchmarking.rows import Row, answer_row, encode_row, prefill_rows
 from lw_jax.benchmarking.timing import Ceilings
 from lw_jax.core import config
@@ -21,8 +22,6 @@ from lw_jax.planning import generation_memory, gpus, hlo_counts, planner, roofli
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import memory_limit
 from sharding import placement as placements
-
-PARTS = ("step", "encode", "prefill", "answer")
 
 
 class Predicted:
@@ -58,7 +57,7 @@ class Predicted:
 
     @property
     def parts(self) -> list[str]:
-        return list(PARTS if isinstance(self.recipe, LatentWire) else PARTS[:1])
+        return list(FREE if isinstance(self.recipe, LatentWire) else FREE[:1])
 
     def measure(self, part: str, *, asked: bool = True) -> list[Row]:
         """Returns a part's rows. Raises UserError for one that the recipe does not have, or that needs the machine."""

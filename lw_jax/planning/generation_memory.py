@@ -50,7 +50,8 @@ def generation(step_spec: StepSpec) -> Pass | None:
         peaks = dict.fromkeys(placement.meshes, 0)
         for name, reader in placement.readers.items():
             for call, args in _answers(local, name, rows):
-                peaks[reader.mesh] = max(peaks[reader.mesh], place.device_bytes(args[1:]) + trace(call, *args).peak)
+                costs = step_costs.once(local, name, "answer", args, lambda call=call, args=args: trace(call, *args))
+                peaks[reader.mesh] = max(peaks[reader.mesh], place.device_bytes(args[1:]) + costs.peak)
         return peaks
 
     def lower(rows: int) -> list[tuple[Part, int]]:

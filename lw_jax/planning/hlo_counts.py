@@ -34,13 +34,13 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """Equal collectives over equal groups of devices, with the sums over all that are executed in a step."""
+    """Equal collectives over equal groups of devices, and how often they run in a step."""
 
     kind: str  # HLO's name, e.g. "all-reduce"
     groups: Groups  # positions in the mesh; of a collective-permute its (source, target) pairs
-    executed: int
-    operand_bytes: int  # that one device hands in
-    wire_bytes: int  # that one device sends, by the ring algorithm
+    operand_bytes: int  # that one device hands in, one run
+    wire_bytes: int  # that one device sends, one run, by the ring algorithm
+    executed: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Program:
     @property
     def wire_bytes(self) -> int:
         """Bytes that one device sends in all collectives."""
-        return sum(collective.wire_bytes for collective in self.collectives)
+        return sum(collective.wire_bytes * collective.executed for collective in self.collectives)
 
 
 class Unreadable(UserError):
@@ -88,16 +88,12 @@ def analyse(text: str) -> Program:
 
 def _analyse(text: str) -> Program:
     module = _Module(text)
-    tally = module.tally(module.entry)
-    kernels = [dataclasses.replace(kernel, executed=executed) for kernel, executed in tally.kernels.items()]
-    sums: dict[tuple[str, Groups], list[int]] = {}
-    for (kind, groups, operand), count in tally.collectives.items():
-        total = sums.setdefault((kind, groups), [0, 0, 0])
-        for index, value in enumerate((1, operand, _wire_bytes(kind, groups, operand))):
-            total[index] += count * value
+    found = [dataclasses.replace(one, executed=count) for one, count in module.tally(module.entry).items()]
+    kernels = [one for one in found if isinstance(one, Kernel)]
+    collectives = [one for one in found if isinstance(one, Collective)]
     return Program(
         tuple(sorted(kernels, key=lambda kernel: (-kernel.flops, -kernel.bytes, kernel.arithmetic, kernel.source))),
-        tuple(Collective(*key, *total) for key, total in sorted(sums.items())),
+        tuple(sorted(collectives, key=lambda one: (one.kind, one.groups, one.operand_bytes))),
     )
 
 
@@ -154,20 +150,19 @@ class _Op:
         return json.JSONDecoder().raw_decode(self.attributes, start + len("backend_config="))[0]
 
 
-class _Tally:
-    def __init__(self) -> None:
-        self.kernels: Counter[Kernel] = Counter()
-        self.collectives: Counter[tuple[str, Groups, int]] = Counter()
+# How often each kernel and collective runs.
+_Tally = Counter[Kernel | Collective]
 
-    def add(self, other: "_Tally", times: int) -> None:
-        for kernel, count in other.kernels.items():
-            self.kernels[kernel] += count * times
-        for collective, count in other.collectives.items():
-            self.collectives[collective] += count * times
 
-    def work(self) -> tuple[int, int]:
-        runs = self.kernels.items()
-        return sum(kernel.flops * n for kernel, n in runs), sum(kernel.bytes * n for kernel, n in runs)
+def _add(tally: _Tally, other: _Tally, times: int) -> None:
+    for one, count in other.items():
+        tally[one] += count * times
+
+
+def _work(tally: _Tally) -> tuple[int, int]:
+    """Returns FLOPs and bytes of all kernels."""
+    runs = [(one, count) for one, count in tally.items() if isinstance(one, Kernel)]
+    return sum(kernel.flops * n for kernel, n in runs), sum(kernel.bytes * n for kernel, n in runs)
 
 
 class _Computation:
@@ -202,19 +197,19 @@ class _Module:
             return
         if op.opcode == "while":
             trips = op.backend_config.get("known_trip_count", {}).get("n", 1)  # where it is not known, one round
-            result.add(self.tally(op.attribute("body")), int(trips))
+            _add(result, self.tally(op.attribute("body")), int(trips))
         elif op.opcode == "conditional":
             named = re.search(r"branch_computations={([^}]*)}", op.attributes)
             branches = named[1].replace("%", "").split(", ") if named else []
             branches += filter(None, (op.attribute("true_computation"), op.attribute("false_computation")))
-            result.add(max(map(self.tally, branches), key=_Tally.work), 1)
+            _add(result, max(map(self.tally, branches), key=_work), 1)
         elif op.opcode == "call" or base == "async" or (base == "fusion" and self._holds_collective(op)):
-            result.add(self.tally(op.attribute("to_apply") or op.attribute("calls")), 1)
+            _add(result, self.tally(op.attribute("to_apply") or op.attribute("calls")), 1)
         elif base in _COLLECTIVES:
-            groups = _groups(op, self.devices)
-            result.collectives[base, groups, computation.operand_bytes(op)] += 1
+            groups, operand = _groups(op, self.devices), computation.operand_bytes(op)
+            result[Collective(base, groups, operand, _wire_bytes(base, groups, operand))] += 1
         else:
-            result.kernels[self.kernel(op, computation)] += 1
+            result[self.kernel(op, computation)] += 1
 
     def _holds_collective(self, fusion: _Op) -> bool:
         inner = self.computations[fusion.attribute("calls")].ops.values()

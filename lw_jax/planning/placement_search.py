@@ -42,7 +42,7 @@ class Trial(StepCandidate):
     """A candidate with what its figures come from."""
 
     fits: bool = False
-    placement: Placement | None = None  # None where the devices do not form the meshes
+    # None where the devices do not form the meshes
     program: StepSpec | None = dataclasses.field(default=None, compare=False, repr=False)
     needs: StepMemory | None = None  # compiled or by arithmetic
     guess: Estimate | None = None  # of the same micro-batch
@@ -61,7 +61,7 @@ def choose(cfg: Config, hardware: Hardware) -> list[Trial]:
         f"planning: {what} each placement of {count} device{'s' * (count > 1)}", len(layouts), "placements"
     ) as done:
         for strategy, data, model in done.track(layouts):
-            if strategy == "fsdp" and any(trial.strategy == "fsdp" and trial.placement for trial in trials):
+            if strategy == "fsdp" and any(trial.strategy == "fsdp" and trial.program for trial in trials):
                 continue  # on more devices
             try:
                 placements.check_processes(strategy, data, model, devices=count, processes=hardware.hosts)
@@ -109,6 +109,15 @@ def data_axis(cfg: Config, count: int, processes: int) -> int:
     Of several processes each must own a part of the mesh, so there all devices.
     """
     return count if processes > 1 else place.spread(cfg.train.global_batch, count)
+
+
+def splits(count: int, local: int) -> Iterator[tuple[str, int, int]]:
+    """Yields (strategy, data, model) that put ever less of each reader on one of so many devices.
+
+    A model axis stays inside the `local` devices of a process.
+    """
+    for model in (n for n in range(1, local + 1) if local % n == 0):
+        yield "tensor" if model > 1 else "replicate", count // model, model
 
 
 def strategies(
@@ -188,8 +197,7 @@ def _measure(cfg: Config, placed: Placement, hardware: Hardware) -> Iterator[Tri
         resolved = config.with_remat(cfg, remat)
         program = StepSpec(resolved, recipes.make(resolved, placed, outline=True))
         program.accumulation(cfg.train.micro_batch)  # or PlacementError: the batch does not go with the devices
-        fields = plans.layout(placed) | {"strategy": placed.strategy, "remat": remat, "placement": placed}
-        candidate = Trial(**fields, program=program)
+        candidate = Trial(**plans.layout(placed), strategy=placed.strategy, remat=remat, program=program)
         if (whole := placed_bytes(program)) > room.usable:
             why = f"weights and optimizer alone take {bytes_of(whole)} of {bytes_of(room.usable)}"
             yield dataclasses.replace(candidate, remat="-", obstacle=why)
@@ -275,8 +283,8 @@ def _figures(candidate: Trial, hardware: Hardware) -> dict[str, Any]:
 
     Readers on separate meshes run concurrently, so the slowest counts; all other programs run one after the other.
     """
-    needs, guess, placement = candidate.needs, candidate.guess, candidate.placement
-    assert needs is not None and placement is not None and guess is not None
+    needs, guess, program = candidate.needs, candidate.guess, candidate.program
+    assert needs is not None and program is not None and guess is not None
     arithmetic = {"flops": guess.flops, "collective_bytes": guess.collective_bytes}
     if not needs.programs:
         return arithmetic | {"seconds": guess.times and dataclasses.asdict(guess.times)}
@@ -293,9 +301,9 @@ def _figures(candidate: Trial, hardware: Hardware) -> dict[str, Any]:
         if hardware.target:
             run = roofline.predict(analysed, hardware.target)
             times[name] = Times(part.runs * run.gemm, part.runs * run.memory, part.runs * run.collective)
-    concurrent = [times.pop(name) for name in placement.readers if name in times]
+    concurrent = [times.pop(name) for name in program.placement.readers if name in times]
     sequential = [*times.values(), *sorted(concurrent, key=lambda reader: reader.total)[-1:]]
-    total = {part: sum(getattr(program, part) for program in sequential) for part in ("gemm", "memory", "collective")}
+    total = {part: sum(getattr(one, part) for one in sequential) for part in ("gemm", "memory", "collective")}
     return {
         "seconds": total if hardware.target else None,
         "flops": max(flops.values()),

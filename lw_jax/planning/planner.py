@@ -168,10 +168,9 @@ def _place_uncompiled(cfg: Config, readers: Mapping[str, int], here: Hardware, *
     if not reading:
         rows = placement_search.data_axis(cfg, count, jax.process_count())
         return placements.place("replicate", readers, data=rows)
-    local = count // jax.process_count()  # the model axis stays inside a process
-    for model in (n for n in range(1, local + 1) if local % n == 0):
-        table = "tensor" if model > 1 else "replicate"
-        placed = placements.place(table, readers, data=count // model, model=model)
+    local = count // jax.process_count()
+    for strategy, data, model in placement_search.splits(count, local):
+        placed = placements.place(strategy, readers, data=data, model=model)
         if here.room is None:
             return placed
         resident = host_memory.held(readers, placed) // local  # what a run without steps computes is small beside it

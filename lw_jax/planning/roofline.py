@@ -69,7 +69,7 @@ def predict(program: Program, target: Target) -> Times:
     return Times(
         gemm=sum(seconds_of(kernel, target.card) * kernel.executed for kernel in matmuls),
         memory=sum(seconds_of(kernel, target.card) * kernel.executed for kernel in others),
-        collective=sum(_collective_seconds(collective, target) for collective in program.collectives),
+        collective=sum(_collective_seconds(one, target) * one.executed for one in program.collectives),
     )
 
 
@@ -85,10 +85,9 @@ def _peak(card: Card, arithmetic: str) -> float:
 
 
 def _collective_seconds(collective: Collective, target: Target) -> float:
-    """Returns the seconds of all of them; the slowest group decides, for all run the same program."""
+    """Returns the seconds of one run; the slowest group decides, for all run the same program."""
     if not collective.wire_bytes:  # within one device
-        return collective.executed * KERNEL_SECONDS
+        return KERNEL_SECONDS
     bandwidth = min(map(target.link_bandwidth, collective.groups)) * LINK_FRACTION
     crossing = any(map(target.spans_hosts, collective.groups))
-    latency = NETWORK_SECONDS if crossing else COLLECTIVE_SECONDS
-    return collective.wire_bytes / bandwidth + collective.executed * latency
+    return collective.wire_bytes / bandwidth + (NETWORK_SECONDS if crossing else COLLECTIVE_SECONDS)

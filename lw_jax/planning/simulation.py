@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.validation import MADE
@@ -84,11 +86,9 @@ def changes(
     micro = best.micro_batch
 
     def replan(**values: Any) -> StepCandidate | None:
-        whole = config.to_dict(cfg)
-        for path, value in (best.overrides() | values).items():
-            section, _, key = path.partition(".")
-            whole[section][key] = value
-        return estimate(config.build(whole), target).chosen
+        changed = ConfigDict(dataclasses.asdict(cfg))
+        changed.update_from_flattened_dict(best.overrides() | values)
+        return estimate(config.build(changed), target).chosen
 
     planned, first = replan(), own.get("train.micro_batch") or 1
     costs = []

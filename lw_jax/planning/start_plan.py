@@ -22,15 +22,16 @@ from lw_jax.core.config import Config
 from lw_jax.core.progress import phase
 from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.models import cache_code, kv_prefix
-from lw_jax.planning import hardware, host_memory, plans
+from lw_jax.planning import hardware, host_memory, placement_search, plans
 from lw_jax.planning.hardware import HOST_BYTES, Hardware
 from lw_jax.planning.plans import Candidate, Plan
 from lw_jax.planning.roofline import Speed
 from lw_jax.recipes import cache_start
 from lw_jax.recipes.cache_wire import CacheWire
 from lw_jax.recipes.wire_shapes import AGAIN, SHARED_PREFIX
-from lw_jax.training import memory_limit, traced_costs
+from lw_jax.training import memory_limit, step_costs
 from lw_jax.training.memory import Compile, bytes_of
+from lw_jax.training.traced_costs import trace
 from sharding import place
 from sharding import placement as placements
 from sharding.placement import Placement
@@ -124,12 +125,9 @@ def make(cfg: Config, on: Hardware, speed: Speed | None) -> StartPlan:
 def _placements(cfg: Config, on: Hardware) -> Iterator[Placement]:
     """Yields the configured placement, or those that a run tries: ever more devices a reader (`resolve_auto`)."""
     readers, mesh, devices = recipes.reader_bytes(cfg), cfg.mesh, on.devices
-    local = len(devices) // on.hosts
-    strategies = [(mesh.placement, mesh.data, mesh.model)]
-    if mesh.placement == "auto":
-        sizes = [model for model in range(1, local + 1) if local % model == 0]
-        strategies = [("tensor" if model > 1 else "replicate", len(devices) // model, model) for model in sizes]
-    for strategy, data, model in strategies:
+    configured = [(mesh.placement, mesh.data, mesh.model)]
+    searched = placement_search.splits(len(devices), len(devices) // on.hosts)
+    for strategy, data, model in searched if mesh.placement == "auto" else configured:
         placed = placements.place(strategy, readers, data=data, model=model, devices=devices)
         yield dataclasses.replace(placed, stands_for="gpu" if on.target else "")
 
@@ -183,7 +181,8 @@ def _plan_reader(
     def work(rows: int, tokens: int) -> dict[bool, Work]:
         works = {}
         for writes, (function, args) in _programs(local, name, rows, tokens).items():
-            costs = traced_costs.trace(function, *args)
+            way = "text written" if writes else "text read"
+            costs = step_costs.once(local, name, way, args, lambda call=function, args=args: trace(call, *args))
             works[writes] = Work(costs.peak, costs.peak, costs.flops, speed and speed.predict(costs).total)
         return works
 

@@ -38,7 +38,7 @@ def of(step_spec: StepSpec, widths: Tree, rows: int, *, backward: bool = True) -
         (name,) = step_spec.placement.readers
         loss = train_step.whole_gradient(recipe) if backward else recipe.loss
         inputs = weights.trainable, weights.frozen, batch, rng
-        return {"": Costs(), name: _once(recipe, name, way, batch, lambda: trace(loss, *inputs))}
+        return {"": Costs(), name: once(recipe, name, way, batch, lambda: trace(loss, *inputs))}
     source = weights.trainable, batch["source"], rng, weights.frozen.get(SHARED)
 
     def share(*args: Tree) -> Tree:
@@ -55,9 +55,9 @@ def of(step_spec: StepSpec, widths: Tree, rows: int, *, backward: bool = True) -
         shared = jax.eval_shape(recipe.share, *source)
         return trace(branch, part, weights.frozen[name], batch["readers"][name], shared, rng)
 
-    costs = {"": _once(recipe, "", way, batch["source"], lambda: trace(share, *source))}
+    costs = {"": once(recipe, "", way, batch["source"], lambda: trace(share, *source))}
     for name, fields in batch["readers"].items():
-        costs[name] = _once(recipe, name, way, (batch["source"], fields), lambda name=name: read(name))
+        costs[name] = once(recipe, name, way, (batch["source"], fields), lambda name=name: read(name))
     return costs
 
 
@@ -74,20 +74,21 @@ def kept_bytes(step_spec: StepSpec, widths: Tree, rows: int) -> int:
         leaves = jax.tree.leaves(jax.eval_shape(lambda *args: _pull(recipe, *args)[1], *primals))
         return nbytes(leaf for leaf in leaves if (leaf.shape, leaf.dtype) not in inputs)
 
-    return _once(recipe, "", "kept", source, residuals)
+    return once(recipe, "", "kept", source, residuals)
 
 
 def update(step_spec: StepSpec) -> Costs:
     shapes, optimizer = step_spec.recipe.abstract().trainable, step_spec.optimizer
     args = shapes, jax.eval_shape(optimizer.init, shapes), shapes
-    return _once(step_spec.recipe, "", "update", shapes, lambda: trace(optimizer.update, *args))
+    return once(step_spec.recipe, "", "update", shapes, lambda: trace(optimizer.update, *args))
 
 
 def _pull(recipe: Recipe, trainable: Tree, source: Tree, rng: Any, frozen: Tree) -> tuple[Tree, Callable]:
     return jax.vjp(lambda params: recipe.share(params, source, rng, frozen), trainable)
 
 
-def _once(recipe: Any, name: str, way: str, shapes: Tree, compute: Callable[[], Any]) -> Any:
+def once(recipe: Any, name: str, way: str, shapes: Tree, compute: Callable[[], Any]) -> Any:
+    """Returns what `compute` does of a reader ("": of what they share) in this way, for equal shapes computed once."""
     parts = str(recipe.placement.readers[name].parts) if name else ""
     key = (_shape(recipe.cfg), recipe.placement.platform, name, way, parts, repr(shapes))
     if key not in _traced:

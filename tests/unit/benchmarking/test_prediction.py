@@ -42,7 +42,7 @@ def stand_in(monkeypatch):
 
 @pytest.fixture
 def wire(root, stand_in):
-    return Predicted(tiny.make_config(root, train__global_batch=4, eval__batch=3), "h100x2")
+    return Predicted(tiny.make_config(root, train__global_batch=4, eval__batch=3, eval__layers="auto"), "h100x2")
 
 
 def test_step_is_what_the_plan_says_beside_the_data_sheet(wire):
@@ -52,11 +52,7 @@ def test_step_is_what_the_plan_says_beside_the_data_sheet(wire):
     assert row.flops == work and row.of_matmul == pytest.approx(work / (0.5 * 2 * H100.peak["tf32"]))
     assert (row.peak_bytes, row.peak_from, row.compiled_flops, row.compiled_bytes) == (7, "compiled", 11.0, 13.0)
     assert row.what == "4 samples = 2 a device x 2 x 1 accumulated, remat none, placement replicate 2x1"
-
-
-def test_layers_are_settled_as_for_devices_that_are_here(root, stand_in):
-    found = Predicted(tiny.make_config(root, train__global_batch=4, eval__layers="auto"), "h100x2")
-    assert found.cfg.eval.layers == "stacked", "CPU devices stand in"
+    assert wire.cfg.eval.layers == "stacked", "settled as for devices that are here: CPU devices stand in"
 
 
 def test_writing_is_predicted_from_its_own_program(wire, stand_in):

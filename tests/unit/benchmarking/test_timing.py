@@ -35,15 +35,11 @@ def test_drawn_arrays_lie_where_their_shapes_say_and_are_never_zero():
     }
     found = timing.fill(shapes, ids=50)
     for name, shape in shapes.items():
-        assert (found[name].shape, found[name].dtype, found[name].sharding) == (
-            shape.shape,
-            shape.dtype,
-            shape.sharding,
-        )
+        one = found[name]
+        assert (one.shape, one.dtype, one.sharding) == (shape.shape, shape.dtype, shape.sharding)
     assert len(set(np.asarray(found["ids"]).flat)) > 20 and found["ids"].min() >= 0 and found["ids"].max() < 50
-    assert (
-        found["mask"].all() and (found["norm"] == 1).all() and 0 < np.asarray(found["matrix"], np.float32).std() < 0.02
-    )
+    assert found["mask"].all() and (found["norm"] == 1).all()
+    assert 0 < np.asarray(found["matrix"], np.float32).std() < 0.02
     assert (timing.fill({"ids": shapes["ids"]})["ids"] == 1).all()
 
 

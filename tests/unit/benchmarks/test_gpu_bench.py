@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from benchmarks import gpu, peer, sweep
-from lw_jax.core import config, config_file, validation
+from benchmarks import common, gpu, peer, scaling, sweep
+from lw_jax.core import config, environment, validation
+from lw_jax.core.errors import UserError
 from lw_jax.planning import workload
-from tests.conftest import ROOT
 
 SELFMADE = "--config.data.question_tokens=6 --config.encoder.window=32".split()
 
@@ -26,16 +26,34 @@ def test_small_run_measures_its_cases(tmp_path):
     assert all(row["seconds"]["median"] > 0 for one in told.values() for row in one["rows"])
 
 
-@pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("case", gpu.CASES, ids=lambda case: case.name)
-def test_every_case_is_a_configuration_whose_arithmetic_can_be_counted(case, small):
+def test_every_case_is_a_configuration_of_its_script(case):
+    for small in (False, True):
+        cfg = configuration(case, small=small)
+        validation.validate(cfg)
+        assert {"bench": True, "peer": cfg.recipe in peer.OTHERS, "load": "llama" in cfg.llms}[case.script]
+
+
+def test_the_arithmetic_of_every_small_case_can_be_counted():
+    small = (configuration(case, small=True) for case in gpu.CASES)
+    for cfg in {config.digest(cfg): cfg for cfg in small}.values():
+        assert workload.step_flops(cfg) > 0
+
+
+def configuration(case, *, small):
     file, values = case.of(small=small)
-    made = config_file.load(f"configs/{file}", root=ROOT)
-    config_file.override(made, values)
-    cfg = config.build(made)
-    validation.validate(cfg)
-    assert workload.step_flops(cfg) > 0
-    assert {"bench": True, "peer": cfg.recipe in peer.OTHERS, "load": "llama" in cfg.llms}[case.script]
+    return common.load(f"configs/{file}", values)
+
+
+def test_sweep_plans_for_a_card_that_is_named_without_a_number(tmp_path, monkeypatch):
+    def plan(cfg, card, point):
+        raise UserError(card)
+
+    monkeypatch.setattr(environment, "prepare_compiler", lambda **_: None)
+    monkeypatch.setattr(scaling, "plan", plan)
+    words = ["--config", "configs/smoke.py", "--batches", "2", "--slots", "3", "--out", str(tmp_path)]
+    with pytest.raises(UserError, match="^rtx4090$"):
+        sweep.main([*words, "--target", "rtx4090"])
 
 
 @pytest.mark.slow

@@ -152,12 +152,7 @@ def test_readers_apart_take_what_is_shared_and_the_slowest_reader(root):
 
 
 def seconds_of(file: str, target: str, strategy: str, mesh: str, micro: int, **changes: object) -> float:
-    cfg, wanted = config.build(config_file.load(file, root=ROOT)), gpus.parse(target)
-    whole = config.to_dict(cfg)
-    for path, value in changes.items():
-        section, _, key = path.partition("__")
-        whole[section][key] = value
-    cfg = config.build(whole)
+    cfg, wanted = tiny.change(config.build(config_file.load(file, root=ROOT)), **changes), gpus.parse(target)
     axes = re.fullmatch(r"(\d+)x(\d+)", mesh) if strategy != "single" else None
     data, model = map(int, axes.groups()) if axes else (-1, 1)
     on = jax.devices()[: wanted.devices]

@@ -113,8 +113,7 @@ def test_bytes_are_those_of_the_compiled_program(model, root, tmp_path):
     placed = tiny.place(cfg, "tensor" if model > 1 else "replicate", data=1, model=model, devices=model)
     found = {}
     for layers in ("stacked", "unstacked"):
-        own = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, layers=layers))
-        recipe = recipes.make(own, placed, outline=True)
+        recipe = recipes.make(tiny.change(cfg, eval__layers=layers), placed, outline=True)
         prompts, params = workload.prompts(recipe, "llama"), workload.reader(recipe, "llama")
         generate = jax.jit(
             lambda params, prompts, own=recipe: own.wire.generate(params, "llama", Prompt(*prompts), max_new_tokens=4)

@@ -252,8 +252,8 @@ def test_library_call_counts_its_product_without_its_workspace():
 def test_asynchronous_collectives_in_a_loop_are_counted_once_a_round():
     gather, reduce = hlo_counts.analyse(GEMM).collectives
     x, g = 5 * 11 * 7 * 2, 5 * 11 * 11 * 4
-    assert gather == hlo_counts.Collective("all-gather", ((0, 1, 2, 3),), 6, 6 * x, 6 * 3 * x)
-    assert reduce == hlo_counts.Collective("all-reduce", ((0, 1), (2, 3)), 6, 6 * g, 6 * g)
+    assert gather == hlo_counts.Collective("all-gather", ((0, 1, 2, 3),), x, 3 * x, 6)
+    assert reduce == hlo_counts.Collective("all-reduce", ((0, 1), (2, 3)), g, g, 6)
 
 
 FUSED = """HloModule m, is_scheduled=true, num_partitions=4
@@ -274,7 +274,7 @@ ENTRY %main (x: bf16[5,11]) -> bf16[5,11] {
 def test_collective_inside_a_fusion_is_counted_as_jax_0_11_writes_it():
     found = hlo_counts.analyse(FUSED)
     (reduce,) = found.collectives
-    assert reduce == hlo_counts.Collective("all-reduce", ((0, 1, 2, 3),), 1, 5 * 11 * 2, 5 * 11 * 2 * 2 * 3 // 4)
+    assert reduce == hlo_counts.Collective("all-reduce", ((0, 1, 2, 3),), 5 * 11 * 2, 5 * 11 * 2 * 2 * 3 // 4)
     assert found.kernels == ()
 
 
@@ -373,13 +373,13 @@ def test_text_with_anything_missing_is_counted_or_not_understood():
     """Whatever another version of XLA writes: never an error of another kind."""
     unread = 0
     for text in (GEMM, FUSIONS, INTEGERS):
-        for place in range(0, len(text), 7):
+        for place in range(0, len(text), 17):
             for changed in (text[:place], text[:place] + text[place + 3 :], text[:place] + "}(" + text[place:]):
                 try:
                     hlo_counts.analyse(changed)
                 except hlo_counts.Unreadable:
                     unread += 1
-    assert unread > 100
+    assert unread > 50
 
 
 @pytest.mark.parametrize(
@@ -421,7 +421,7 @@ def test_tensor_parallel_scan_reduces_over_the_model_axis_once_a_layer(mesh):
     (reduce,) = found.collectives
     assert (reduce.kind, reduce.executed) == ("all-reduce", L)
     assert sorted(reduce.groups) == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert reduce.operand_bytes == L * F32 * batch // 2 * width
+    assert reduce.operand_bytes == F32 * batch // 2 * width
     assert reduce.wire_bytes == reduce.operand_bytes * 2 * 3 // 4
 
 
@@ -494,5 +494,5 @@ def test_program_for_absent_h100s_is_counted_as_by_hand():
     assert {collective["kind"] for collective in found["collectives"]} == {"all-reduce"}
     assert {tuple(map(tuple, collective["groups"])) for collective in found["collectives"]} == {((0, 1, 2, 3),)}
     # forward one a layer, backward to x one a layer
-    (executed, operand) = (sum(c[key] for c in found["collectives"]) for key in ("executed", "operand_bytes"))
-    assert executed == 2 * 5 and operand == 2 * 5 * 256 * 512 * 2
+    assert sum(one["executed"] for one in found["collectives"]) == 2 * 5
+    assert {one["operand_bytes"] for one in found["collectives"]} == {256 * 512 * 2}

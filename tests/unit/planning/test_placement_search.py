@@ -57,23 +57,21 @@ def test_devices_that_make_no_share_smaller_are_left_out_unless_each_process_nee
 
 def test_every_number_of_cards_takes_its_share_of_a_batch_that_it_does_not_divide(root, measure):
     def choose(strategy: str, count: int):
-        cfg = make_searched_config(root, train__global_batch=64, mesh__placement=strategy)
+        cfg = tiny.make_config(root, only="qwen", train__global_batch=64, mesh__placement=strategy)
         (found,) = placement_search.choose(cfg, hardware(count))
         return found
 
     alone = choose("single", 1).estimate
     for count, micro in ((3, 22), (7, 10)):
         one = choose("replicate", count)
-        assert one.fits and one.placement.devices == count and one.needs.micro_batch == micro
+        assert one.fits and one.devices_used == count and one.needs.micro_batch == micro
         assert one.estimate.flops == pytest.approx(alone.flops * micro / 64, rel=0.02)  # the optimizer is whole
         assert one.estimate.step_seconds < alone.step_seconds
 
 
-def test_a_configured_placement_is_the_only_one(root, measure):
-    cfg = make_searched_config(root, only="qwen", mesh__placement="tensor", mesh__data=2, mesh__model=2)
+def test_a_configured_placement_is_the_only_one(root):
+    cfg = tiny.make_config(root, mesh__placement="tensor", mesh__data=2, mesh__model=2)
     assert list(placement_search.strategies(cfg, {"a": 3, "b": 5}, 8)) == [("tensor", 2, 2)]
-    found = placement_search.choose(cfg, hardware(4))
-    assert {(one.strategy, one.mesh) for one in found} == {("tensor", "2x2")}
 
 
 # ---- which one is taken
@@ -116,16 +114,8 @@ def test_which_candidate_is_taken(rule):
 # ---- what is compiled on the way
 
 
-@pytest.fixture(scope="module")
-def of_four(root):
-    """The candidates of four devices where all fits, and what was compiled for them."""
-    with pytest.MonkeyPatch.context() as patch:
-        measure = replace_compiler(patch)
-        return placement_search.choose(make_searched_config(root), hardware(4)), measure
-
-
-def test_where_all_fits_one_program_is_compiled_for_each_placement(of_four):
-    found, measure = of_four
+def test_where_all_fits_one_program_is_compiled_for_each_placement(root, measure):
+    found = placement_search.choose(make_searched_config(root), hardware(4))
     assert sorted(measure.asked) == sorted(
         [("single", "none", 8), ("replicate", "none", 2), ("fsdp", "none", 2)]
         + [("tensor", "none", 4), ("tensor", "none", 8), ("split", "none", 4), ("hybrid4", "none", 8)]
@@ -181,7 +171,7 @@ def test_what_cannot_hold_its_weights_is_not_compiled(root, measure):
 
 
 def test_an_estimate_compiles_nothing_and_takes_arithmetic(root, measure):
-    found = placement_search.choose(make_searched_config(root), hardware(2, compile=None))
+    found = placement_search.choose(tiny.make_config(root), hardware(2, compile=None))
     assert measure.asked == []
     fitting = [one for one in found if one.fits]
     assert [one.strategy for one in fitting] == ["single", "replicate", "fsdp", "tensor", "split"]
@@ -194,7 +184,7 @@ def test_where_speed_is_not_known_recomputation_is_taken_to_hold_more_at_once(ro
     cfg = make_searched_config(root, only="qwen", mesh__placement="single", compute__dtype="fp32")
     peaks = {}
     for remat in config.REMATS["latentwire"]:
-        own = config.with_remat(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, micro_batch=8)), remat)
+        own = tiny.change(cfg, compute__remat=remat, train__micro_batch=8)
         peaks[remat] = placement_search.choose(own, hardware(1, compile=None))[0].needs.peak
     assert peaks["full"] < peaks["none"]
     room = MemoryLimit(peaks["full"] + 1, 1.0)
@@ -207,7 +197,7 @@ def test_where_speed_is_not_known_recomputation_is_taken_to_hold_more_at_once(ro
 
 
 def test_every_candidate_above_the_limit_has_an_obstacle_and_no_other_has(root, measure):
-    cfg, seen = make_searched_config(root), set()
+    cfg, seen = tiny.make_config(root), set()
     for megabytes in (1, 6, 34):
         room = MemoryLimit(megabytes * 10**6, 0.8)
         for one in placement_search.choose(cfg, hardware(2, room)):
@@ -220,7 +210,7 @@ def test_every_candidate_above_the_limit_has_an_obstacle_and_no_other_has(root, 
 
 
 def test_placements_that_do_not_go_together_are_candidates_with_their_reason(root, measure):
-    listed = placement_search.choose(make_searched_config(root, train__global_batch=6), hardware(3))
+    listed = placement_search.choose(tiny.make_config(root, train__global_batch=6), hardware(3))
     found = {one.strategy: one for one in listed[::-1]}  # of each the first
     assert "llms/qwen" in found["fsdp"].obstacle and "data=3" in found["fsdp"].obstacle
     assert "llms/qwen" in found["tensor"].obstacle and "model=3" in found["tensor"].obstacle
@@ -230,14 +220,15 @@ def test_placements_that_do_not_go_together_are_candidates_with_their_reason(roo
 
 @pytest.mark.parametrize("batch", [1, 6])
 def test_no_candidate_holds_less_than_one_example_a_device(batch, root, measure):
-    found = placement_search.choose(make_searched_config(root, train__global_batch=batch), hardware(8))
+    found = placement_search.choose(tiny.make_config(root, train__global_batch=batch), hardware(8))
     for one in found:
         if one.needs is None:
             wanted = "does not divide mesh axis" if one.strategy == "fsdp" else "would have no example"
             assert wanted in one.obstacle
             continue
-        rows = one.needs.micro_batch * one.needs.accumulation * one.placement.data
-        assert one.fits and one.needs.micro_batch >= 1 and batch <= rows < batch + one.placement.data
+        data = one.program.placement.data
+        rows = one.needs.micro_batch * one.needs.accumulation * data
+        assert one.fits and one.needs.micro_batch >= 1 and batch <= rows < batch + data
     assert found[0].strategy == "single" and found[0].needs.micro_batch == batch, "one device takes any batch"
     refused = {one.mesh for one in found if one.strategy == "tensor" and not one.fits}
     assert refused == {mesh for mesh, data in (("4x2", 4), ("2x4", 2)) if batch < data}
@@ -245,7 +236,7 @@ def test_no_candidate_holds_less_than_one_example_a_device(batch, root, measure)
 
 def test_a_second_fsdp_is_tried_only_where_widths_do_not_divide(root, measure, monkeypatch):
     """Widths of 48 and 56 divide by 2, 4 and 8, not both by 3, 5, 6 or 7."""
-    cfg, every = make_searched_config(root, train__global_batch=64), placement_search.strategies
+    cfg, every = tiny.make_config(root, train__global_batch=64), placement_search.strategies
     monkeypatch.setattr(placement_search, "strategies", lambda *on: [one for one in every(*on) if one[0] == "fsdp"])
     tried = {
         count: [(one.mesh, one.fits) for one in placement_search.choose(cfg, hardware(count))] for count in (4, 6, 7)
@@ -254,7 +245,7 @@ def test_a_second_fsdp_is_tried_only_where_widths_do_not_divide(root, measure, m
 
 
 def test_micro_batch_beyond_a_devices_share_becomes_the_share(root, measure):
-    found = placement_search.choose(make_searched_config(root, train__micro_batch=8), hardware(2))
+    found = placement_search.choose(tiny.make_config(root, train__micro_batch=8), hardware(2))
     assert {one.strategy: one.needs.micro_batch for one in found if one.fits} == {
         **{"single": 8, "replicate": 4, "fsdp": 4, "tensor": 8, "split": 8},
     }

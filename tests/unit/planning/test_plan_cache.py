@@ -23,16 +23,6 @@ def fail(*_, **__):
     raise AssertionError("planned again")
 
 
-def change(cfg: Config, path: str, value: Any) -> Config:
-    whole = config.to_dict(cfg)
-    node = whole
-    *sections, name = path.split(".")
-    for section in sections:
-        node = node[section]
-    node[name] = value
-    return config.build(whole)
-
-
 SWEEP = {
     **{"seed": 7, "optim.learning_rate": 7e-3, "optim.warmup_steps": 1, "optim.b2": 0.9, "optim.clip_norm": 3.0},
     **{"optim.end_fraction": 0.5, "optim.weight_decay": 0.3, "train.log_every": 3, "train.eval_every": 2},
@@ -54,15 +44,16 @@ def test_a_sweep_plans_once_and_has_its_own_hours(root, measure, cache, monkeypa
     assert again == dataclasses.replace(planned, cached=True)
     assert "(cached)" in plan_tables.report(again) and "(cached)" not in plan_tables.report(planned)
     for path in ("seed", "optim.learning_rate", "train.eval_every"):  # a sweep may validate more or less often
-        swept = planner.make(change(cfg, path, SWEEP[path]), "h100x2")
+        swept = planner.make(tiny.change(cfg, **{path: SWEEP[path]}), "h100x2")
         assert swept == dataclasses.replace(again, validation_hours=swept.validation_hours), path
-    longer = planner.make(change(cfg, "train.steps", 600), "h100x2")
-    assert longer.steps == 600 and first.steps == cfg.train.steps == 6
+    cfg = tiny.change(cfg, train__steps=600)
+    longer = planner.make(cfg, "h100x2")
+    assert longer.steps == 600 and first.steps == 6
     assert longer.hours == longer.chosen.hours == pytest.approx(100 * again.hours, rel=1e-12)
     assert longer.hours == pytest.approx(600 * longer.chosen.step_seconds / 3600, rel=1e-12)
     for one, other in zip(longer.candidates, again.candidates, strict=True):
         assert one.hours is other.hours is None or one.hours == pytest.approx(100 * other.hours)
-    assert planner.kept(change(cfg, "train.steps", 600), "h100x2") == longer
+    assert planner.kept(cfg, "h100x2") == longer
     assert len(list(cache.iterdir())) == 1
 
 
@@ -79,8 +70,10 @@ SHAPE = {
 
 def test_what_shapes_a_step_or_its_limits_is_another_plan(root):
     cfg = make_searched_config(root, only="qwen")
-    own = plan_cache.path(cfg, "h100x2")
-    assert not [path for path in SHAPE if plan_cache.path(change(cfg, path, SHAPE[path]), "h100x2") == own]
+    own = config.shape(cfg)
+    assert not [path for path, value in SHAPE.items() if config.shape(tiny.change(cfg, **{path: value})) == own]
+    larger = tiny.change(cfg, train__global_batch=16)
+    assert plan_cache.path(larger, "h100x2") != plan_cache.path(cfg, "h100x2")
 
 
 def test_another_target_version_or_memory_is_another_plan(root, monkeypatch):
@@ -104,8 +97,8 @@ def test_several_processes_take_their_plans_from_the_cache_together(root, monkey
 @pytest.mark.parametrize("where", ["encoder", "llms.llama"])
 def test_another_model_under_the_same_path_is_another_plan(root, tmp_path, where):
     folder = shutil.copytree(root / "llama", tmp_path / "body")
-    cfg = change(change(make_searched_config(root), "encoder.kind", "lm"), "encoder.source", str(root / "llama"))
-    cfg = change(cfg, f"{where}.source", str(folder))
+    cfg = make_searched_config(root, encoder__kind="lm", encoder__source=str(root / "llama"))
+    cfg = tiny.change(cfg, **{f"{where}.source": str(folder)})
     first = plan_cache.path(cfg, "h100x2")
     assert plan_cache.path(cfg, "h100x2") == first
     values = json.loads((folder / "config.json").read_text())
@@ -161,7 +154,7 @@ def test_a_step_is_the_same_program_whatever_the_other_keys_are(root):
         if rule.shapes != "value" and path not in kept:
             wanted = other_value(path, value, rule)
             changed += [path] if wanted != value else []
-            other = change(other, path, wanted)
+            other = tiny.change(other, **{path: wanted})
     assert len(changed) > 30 and config.shape(other) == config.shape(cfg)
     assert programs(other, 2) == programs(cfg, 2)
     one, another = (

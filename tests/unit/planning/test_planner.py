@@ -6,24 +6,17 @@ import json
 import jax
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
-from configs import base
-from lw_jax import recipes
 from lw_jax.commands import train
-from lw_jax.core import config, processes, validation
+from lw_jax.core import config, processes
 from lw_jax.core.errors import UserError
 from lw_jax.planning import gpus, hardware, placement_search, plan_tables, planner, plans
 from lw_jax.planning.hardware import Hardware
 from lw_jax.recipes import selfmade
 from lw_jax.training import memory, memory_limit, micro_batch_search
-from lw_jax.training.evaluation_memory import EvaluationMemory
 from lw_jax.training.memory_limit import MemoryLimit
-from lw_jax.training.step_spec import StepSpec
-from sharding import placement as placements
 from sharding.errors import PlacementError
 from tests import tiny
-from tests.standin import replace_compiler
 from tests.tiny import make_searched_config
 
 SMALL = 0.012  # GB of a device that takes the batch in parts
@@ -81,7 +74,7 @@ def test_what_is_configured_stays(root):
 def test_several_processes_settle_on_the_smallest_limit_of_all(own, other, usable, root, monkeypatch):
     cfg = tiny.make_config(root, mesh__placement="replicate", compute__remat="none")
     if own:
-        cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, memory_gb=own[0] / 1e9))
+        cfg = tiny.change(cfg, mesh__memory_gb=own[0] / 1e9)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(processes, "gather", lambda value: [value, value if isinstance(value, str) else other])
     settled, _ = planner.resolve_auto(cfg)
@@ -193,8 +186,7 @@ def placed_bytes(cfg, model: int) -> int:
 def test_reading_splits_the_readers_over_as_few_devices_as_hold_them(model, root):
     cfg = make_searched_config(root, mesh__target_utilisation=1.0)
     whole, fits = placed_bytes(cfg, model // 2), placed_bytes(cfg, model)
-    between = dataclasses.replace(cfg.mesh, memory_gb=(whole + fits) / 2e9)
-    settled, placed = planner.resolve_auto(dataclasses.replace(cfg, mesh=between), reading=True)
+    settled, placed = planner.resolve_auto(tiny.change(cfg, mesh__memory_gb=(whole + fits) / 2e9), reading=True)
     assert placed.strategy == "tensor" and dict(placed.learner.shape) == {"data": 8 // model, "model": model}
     assert settled.compute.remat == "none"
 
@@ -212,37 +204,8 @@ def test_readers_that_no_split_holds_are_refused_for_reading(root):
         planner.resolve_auto(make_searched_config(root, mesh__memory_gb=1e-4), reading=True)
 
 
-@pytest.fixture(scope="module")
-def curve_of_one(root, tmp_path_factory):
-    return tiny.curve(tiny.make_recipe(root, train__steps=3), tmp_path_factory.mktemp("one"))[1]
-
-
-def train_planned(root, folder, **changes) -> list[float]:
-    folder.mkdir()
-    cfg = make_searched_config(root, train__steps=3, eval__examples=2, **changes)
-    assert train.main(cfg, folder) == 0
-    return tiny.logged_losses(folder)
-
-
 @pytest.mark.slow
-def test_training_runs_the_planned_split_of_readers_too_large_for_one_device(
-    root, curve_of_one, tmp_path, monkeypatch, capsys
-):
-    """Activations count next to nothing here, so that the weights alone decide."""
-    replace_compiler(monkeypatch, none=1e-6, full=1e-6)
-    fits = {"validation": EvaluationMemory(8, 0, True, 8), "generation": None}
-    monkeypatch.setattr(planner, "evaluation_memory", lambda *_: fits)
-    cfg = make_searched_config(root, mesh__target_utilisation=1.0)
-    room = (placed_bytes(cfg, 1) + placed_bytes(cfg, 2)) / 2e9
-    losses = train_planned(root, tmp_path / "run", mesh__memory_gb=room, mesh__target_utilisation=1.0)
-    np.testing.assert_allclose(losses, curve_of_one, rtol=tiny.LOSS)
-    chosen = json.loads(next((tmp_path / "cache" / "plans").glob("here-*.json")).read_text())["chosen"]
-    assert chosen["strategy"] in ("fsdp", "tensor", "split", "hybrid4")
-    assert f"placement {chosen['strategy']}: " in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_training_accumulates_as_compiled_where_the_batch_does_not_fit(root, curve_of_one, pair, tmp_path, capsys):
+def test_training_accumulates_as_compiled_where_the_batch_does_not_fit(root, pair, tmp_path, capsys):
     """Really compiled, by the plan and by training: room for half of a device's share."""
     cfg = make_searched_config(root, mesh__placement="replicate", compute__remat="none")
     program = tiny.outline(cfg, "replicate", 2)
@@ -250,13 +213,16 @@ def test_training_accumulates_as_compiled_where_the_batch_does_not_fit(root, cur
     room = sum(peaks) / 2 / 1e9
     assert peaks[0] < room * 1e9 < peaks[1]
     changes = {"mesh__memory_gb": room, "mesh__target_utilisation": 1.0, "mesh__placement": "replicate"}
-    losses = train_planned(root, tmp_path / "run", **changes)
-    np.testing.assert_allclose(losses, curve_of_one, rtol=tiny.LOSS)
-    found = planner.make(make_searched_config(root, train__steps=3, eval__examples=2, **changes))
+    cfg, folder = make_searched_config(root, train__steps=3, eval__examples=2, **changes), tmp_path / "run"
+    folder.mkdir()
+    assert train.main(cfg, folder) == 0
+    whole = tiny.curve(tiny.make_recipe(root, train__steps=3), tmp_path / "one")[1]
+    np.testing.assert_allclose(tiny.logged_losses(folder), whole, rtol=tiny.LOSS)
+    found = planner.make(cfg)
     assert found.cached and found.compiled and found.devices == 2
     assert found.chosen.peak_bytes <= found.limit_bytes < peaks[1]
     assert "placement replicate: data=2 x model=1 on 2" in capsys.readouterr().out
-    record = json.loads((tmp_path / "run" / "hardware.json").read_text())
+    record = json.loads((folder / "hardware.json").read_text())
     assert record["remat"] == found.chosen.remat
 
 
@@ -285,7 +251,7 @@ def test_a_schedule_that_cannot_be_is_refused_before_readers_are_made(root, tmp_
 
 def test_an_absent_compiler_is_told_and_arithmetic_stands_in_without_being_kept(root, cache):
     """conftest.py hides the CUDA plugin from this process."""
-    cfg = make_searched_config(root, mesh__placement="single")
+    cfg = tiny.make_config(root, mesh__placement="single")
     found = planner.make(cfg, "h100x2")
     assert not found.compiled and "target h100x2: " in found.why_not_compiled
     assert found.chosen.strategy == "single"
@@ -303,7 +269,7 @@ def test_an_estimate_for_more_devices_than_stand_in_says_how_to_get_them(root):
 def test_over_two_nodes_what_one_process_must_drive_is_an_obstacle(estimate, root, measure, monkeypatch):
     """With stand-ins of one process too, on which an estimate plans."""
     monkeypatch.setattr(gpus, "compile_devices", lambda target: jax.devices()[: target.devices])
-    found = planner.make(make_searched_config(root), "2xh100x4", estimate=estimate)
+    found = planner.make(tiny.make_config(root), "2xh100x4", estimate=estimate)
     told = {row.strategy: row.obstacle for row in found.candidates if row.obstacle}
     assert set(told) >= {"single", "split", "hybrid4"}
     assert "over several processes" in told["split"] and "use replicate, fsdp or tensor" in told["hybrid4"]
@@ -332,36 +298,9 @@ def test_training_over_two_processes_refuses_readers_apart_before_it_makes_reade
         train.main(tiny.make_config(root, mesh__placement="split"), tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("count", "batch"), [(3, 8), (6, 13)])
-def test_flags_of_every_candidate_run_that_candidate(count, batch, root):
-    cfg = make_searched_config(root, train__global_batch=batch)
-    found = planner.make(cfg, f"h100x{count}", estimate=True)
-    fitting = [row for row in found.candidates if row.fits]
-    assert {row.strategy for row in fitting} >= {"single", "split" if count == 6 else "hybrid3"}
-    readers, devices = recipes.reader_bytes(cfg), jax.devices()[:count]
-    for row in fitting:
-        values = base.get_config()
-        values.update(ConfigDict(config.to_dict(cfg)))
-        values.update_from_flattened_dict(row.overrides())
-        own = config.build(values)
-        validation.validate(own)
-        ((strategy, data, model),) = placement_search.strategies(own, readers, count)
-        placed = placements.place(strategy, readers, data=data, model=model, devices=devices)
-        assert (strategy, plans.mesh_of(placed), placed.devices) == (
-            row.strategy,
-            row.mesh,
-            row.devices_used,
-        )
-        program = StepSpec(own, recipes.make(own, placed, outline=True))
-        assert program.accumulation(own.train.micro_batch) == row.accumulation
-        again = placements.place(row.strategy, readers, data=row.data, model=row.model, devices=devices)
-        assert again == placed, "settle and the flags mean the same"
-
-
 @pytest.mark.parametrize(("data", "taken"), [(-1, 2), (1, 1)])
 def test_flags_of_a_split_over_pairs_keep_the_pairs(data, taken, root):
-    cfg = make_searched_config(root, mesh__placement="split", mesh__data=data, mesh__model=2)
+    cfg = tiny.make_config(root, mesh__placement="split", mesh__data=data, mesh__model=2)
     (row,) = planner.make(cfg, "h100x8", estimate=True).candidates
     assert (row.mesh, row.model) == (f"llama {taken}x2, qwen {taken}x2", 2)
     assert row.overrides() == {

@@ -75,15 +75,15 @@ def test_changes_stand_before_and_after_on_the_same_cards(cfg, plans, blocks):
 
 def test_epoch_is_what_is_on_this_machine(cfg, tmp_path):
     def of(source: str, **changes) -> int | None:
-        return simulation.epoch(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, train=source, **changes)))
+        return simulation.epoch(tiny.change(cfg, data__train=source, **changes))
 
     rows = [{"context": f"{i} is here", "question": "who?", "answers": [str(i)]} for i in range(7)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert (of("cards"), of("cards", cards=9), of(str(tmp_path / "rows.jsonl"))) == (64, 9, 7)
+    assert (of("cards"), of("cards", data__cards=9), of(str(tmp_path / "rows.jsonl"))) == (64, 9, 7)
     both = [row | {"question": question} for row in rows for question in ("who?", "where?")]
     (tmp_path / "both.jsonl").write_text("\n".join(map(json.dumps, both)))
     assert of(str(tmp_path / "both.jsonl")) == 14
-    assert of(str(tmp_path / "both.jsonl"), packed_tokens=64) == 7, "a text's questions are one sample"
+    assert of(str(tmp_path / "both.jsonl"), data__packed_tokens=64) == 7, "a text's questions are one sample"
     assert of("hub:rajpurkar/squad") is None and of("nowhere.jsonl") is None
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from configs import pair_8b
+from lw_jax.benchmarking import timing
 from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
 from lw_jax.planning import host_memory, plan_tables, planner, start_plan
@@ -57,7 +58,8 @@ def test_what_does_not_fit_takes_more_devices_or_says_so():
     assert several.chosen is not None and several.chosen.strategy == "tensor" and several.chosen.model > 1
 
 
-def test_the_cpu_is_planned_by_compiling_and_as_json(root, capsys):
+def test_the_cpu_is_planned_by_compiling_and_as_json(root, capsys, monkeypatch):
+    monkeypatch.setattr(timing, "WARM_SECONDS", 0.0)
     cfg = tiny.make_config(root, only="llama", **CACHE, mesh__placement="single")
     assert tiny.call("plan", cfg, root, json=True) == 0
     found = json.loads(capsys.readouterr().out)

@@ -81,12 +81,7 @@ scratch = "/scratch/$LW_TEST_USER"
     ("text", "message"),
     [
         ('partion = "gpu"', "unknown field partion (did you mean partition?)"),
-        ("elsewhere = 1", "unknown field elsewhere; "),
         ("partition = 7", "partition=7: "),
-        ('max_hours = "24"', "max_hours='24': "),
-        ("max_hours = true", "max_hours=True: "),
-        ("cpus_per_gpu = 2.5", "cpus_per_gpu=2.5: "),
-        ('modules = "cuda"', "modules='cuda': "),
         ("setup = [1]", "setup[0]=1: "),
         ("scratch = 1", "scratch=1: "),
         ('partition = "a b"', "partition = 'a b'"),

@@ -12,7 +12,7 @@ import pytest
 from configs import base
 from lw_jax.core import command_line, config, config_file, validation
 from lw_jax.core.errors import UserError
-from lw_jax.planning import plans
+from lw_jax.planning import placement_search, plans
 from lw_jax.planning.plans import StepCandidate, StepPlan
 from lw_jax.slurm.cluster_profile import Site
 from lw_jax.slurm.job import MEMORY_FRACTION, Job, Request, limit, make_job
@@ -123,9 +123,9 @@ def test_job_runs_what_was_planned() -> None:
         *(("split", 4, 1), ("hybrid3", 3, 1), ("hybrid4", 4, 1)),
     ],
 )
-def test_a_job_of_every_strategy_is_accepted_whatever_its_file_sets(strategy, count, model) -> None:
-    readers = {"llama": 3, "qwen": 2}
-    placed = placements.place(strategy, readers, model=model, devices=jax.devices()[:count])
+def test_a_job_of_every_strategy_runs_where_it_was_planned_whatever_its_file_sets(strategy, count, model) -> None:
+    readers, devices = {"llama": 3, "qwen": 2}, jax.devices()[:count]
+    placed = placements.place(strategy, readers, model=model, devices=devices)
     words = make(planned(dataclasses.replace(CHOSEN, strategy=strategy, **plans.layout(placed)))).command
     found = command_line.take_assignments(words)[0]
     del found["seed"]
@@ -140,7 +140,10 @@ def test_a_job_of_every_strategy_is_accepted_whatever_its_file_sets(strategy, co
     values.encoder.source = "folder/encoder"
     values.train.global_batch = 48
     config_file.override(values, found)
-    validation.validate(config.build(values))
+    cfg = config.build(values)
+    validation.validate(cfg)
+    ((named, *axes),) = placement_search.strategies(cfg, readers, count)
+    assert placements.place(named, readers, data=axes[0], model=axes[1], devices=devices) == placed
 
 
 def test_plan_goes_before_an_assignment_of_the_same_key() -> None:

@@ -76,9 +76,8 @@ def play(tmp_path, text, codes, **environ):
 
 
 @pytest.mark.parametrize("kind", ("array", "sequence"))
-def test_bash_accepts_it_and_sbatch_is_asked_for_the_most_of_any_task(tmp_path, kind):
+def test_sbatch_is_asked_for_the_most_of_any_task(tmp_path, kind):
     text = write(tmp_path, kind)
-    assert not subprocess.run(["bash", "-n"], input=text, text=True, check=True, capture_output=True).stderr
     asked = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     assert ("#SBATCH --array=0-2" in asked) == (kind == "array")
     assert "#SBATCH --gpus-per-node=1" in asked and f"#SBATCH --mem={round(10 * 1.25 + 8 + 0.5)}G" in asked
