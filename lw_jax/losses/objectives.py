@@ -28,12 +28,8 @@ def total(
 ) -> LossTerms:
     """Returns the weighted sum of the terms with a weight; the NLL of passages has weight 1.
 
-    Args:
-        loss: the weights.
-        name: the reader's, in the terms.
-        logits: of the answer's tokens.
-        fields: the reader's part of the batch.
-        teacher: logits of the text-prompted reader; None: `fields` hold its top tokens.
+    `fields` are the part of the batch of the reader `name`; without the logits of the text-prompted reader, `teacher`,
+    they hold its top tokens.
     """
     task = fields["task"].name
     label = "" if task == "answer" else f"{task}/"

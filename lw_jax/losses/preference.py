@@ -112,18 +112,13 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-def loss(kind: str, logps: LogProbs, *, beta: float, label_smoothing: float) -> Each:
-    """Loss of each pair; `core.validation` checks ranges and combinations."""
-    return LOSSES[kind](logps, beta, label_smoothing)
-
-
 def combined(
     kinds: tuple[str, ...], weights: tuple[float, ...], logps: LogProbs, *, beta: float, label_smoothing: float
 ) -> Each:
-    """Weighted sum of losses of each pair, a weight for each."""
+    """Weighted sum of losses of each pair, a weight for each; `core.validation` checks ranges and combinations."""
     total = jnp.zeros_like(logps.chosen)
     for kind, weight in zip(kinds, weights, strict=True):
-        total = total + weight * loss(kind, logps, beta=beta, label_smoothing=label_smoothing)
+        total = total + weight * LOSSES[kind](logps, beta, label_smoothing)
     return total
 
 

@@ -1,6 +1,5 @@
 """Latents to the soft prefix of one reader: embeddings, or keys and values of all its layers."""
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -79,16 +78,6 @@ class KVAdapter(nnx.Module):
         k, v = y.transpose(3, 2, 0, 1, 4, 5)
         vector = (self.tasks[...][TASKS.index(task)] * self.task_gain[...]).astype(y.dtype)
         return KeysValues(k, v, jnp.broadcast_to(vector[None, None, :], (rows, 1, self.shape.width)))
-
-
-@functools.cache  # a pass asks for it each time it is traced
-def make(width: int, hidden: int, out: int) -> Pure[Adapter]:
-    return Pure(lambda rngs: Adapter(width, hidden, out, rngs=rngs))
-
-
-@functools.cache
-def make_kv(width: int, hidden: int, shape: KVShape) -> Pure[KVAdapter]:
-    return Pure(lambda rngs: KVAdapter(width, hidden, shape, rngs=rngs))
 
 
 def calibrate(adapter: Pure[Adapter], params: Tree, *, key: jax.Array, slots: int, target: jax.Array) -> Tree:

@@ -38,11 +38,7 @@ def join(
 ) -> Text:
     """Returns the text, a question about another one, and the text again: for its own questions, which come later.
 
-    Args:
-        params: the reader's.
-        context: {"ids", "mask"} of the shared prefix and the text.
-        probe: the same of the question.
-        before: tokens of the shared prefix.
+    `context` has {"ids", "mask"} of the shared prefix, `before` tokens, and the text; `probe` those of the question.
     """
     is_text = context["mask"] & (jnp.cumsum(context["mask"], axis=1, dtype=jnp.int32) > before)
     ids = jnp.concatenate([context["ids"], probe["ids"], context["ids"]], axis=1)

@@ -70,7 +70,7 @@ def forward(
     x = x + params["position_embed"][:length][None]
     x = decoder.layer_norm(x, params["embed_norm"], params["embed_norm_bias"], cfg.norm_eps)
     attend = jnp.broadcast_to(mask[:, None, None, :], (ids.shape[0], 1, length, length))
-    layer = decoder.checkpoint_layer(functools.partial(_layer, cfg, attend, mode), decoder.KEPT[mode.remat])
+    layer = decoder.checkpoint_layer(functools.partial(_layer, cfg, attend, mode), mode.saves_products)
 
     def body(carry, inputs):
         x, mixed = carry

@@ -56,23 +56,22 @@ def read_twice(  # noqa: PLR0913  (as `decoder.forward`)
     again: SharedPrefix,
     shared_prefix: SharedPrefix | None = None,
     keep_queries: bool = False,
-    block: int = BLOCK,
     mode: Mode = Mode(),  # noqa: B008  (frozen)
 ) -> Reading:
     """Returns a text's keys and values behind a shared prefix, and what each is worth when the text is repeated.
 
-    `again` asks, behind the text, for its repetition. Both are read in pieces of at most `block` tokens.
+    `again` asks, behind the text, for its repetition. Both are read in pieces of at most `BLOCK` tokens.
 
     Raises:
         UserError: for a reader whose attention does not reach from the end of the repetition to the text's beginning.
     """
     rows, length, _ = x.shape
     start, ask_length = 0 if shared_prefix is None else shared_prefix.x.shape[1], again.x.shape[1]
-    pieces = _pieces(x, block), _pieces(mask, block)
+    pieces = _pieces(x), _pieces(mask)
     # The request and the repetition are one text, as each piece reads all weights; the repetition alone asks for keys.
     request = decoder.repeat(again.mask, rows)
     repetition = tuple(
-        _pieces(jnp.concatenate(pair, axis=1), block)
+        _pieces(jnp.concatenate(pair, axis=1))
         for pair in ((decoder.repeat(again.x, rows), x), (request, mask), (jnp.zeros_like(request), mask))
     )
     size = start + sum(parts[1].shape[0] * parts[1].shape[2] for parts in (pieces, repetition))
@@ -159,20 +158,14 @@ def count_kept(table: Float[np.ndarray, "l k"], lengths: Int[np.ndarray, " b"]) 
     return np.rint(table.astype(np.float64)[:, None] * lengths[None, :, None]).astype(np.int32)
 
 
-def rank(scores: Float[Array, "l b t k"], mask: Bool[Array, "b t"]) -> Int[Array, "l b t k"]:
-    """Returns each key's place in its head, 0 for the best; padding stands last.
-
-    The keys to keep are `rank < count_kept[:, :, None]`, for any table: one order serves all shares.
-    """
-    order = jnp.argsort(jnp.where(mask[None, :, :, None], -scores, jnp.inf), axis=2)
-    return jnp.argsort(order, axis=2).astype(jnp.int32)
-
-
 def choose(
     scores: Float[Array, "l b t k"], mask: Bool[Array, "b t"], count: Int[Array, "l b k"]
 ) -> Bool[Array, "l b t k"]:
-    """Returns the keys that each head keeps: the `count` best, of `count_kept`."""
-    return (rank(scores, mask) < count[:, :, None]) & mask[None, :, :, None]
+    """Returns the keys that each head keeps: the `count` best, of `count_kept`. One order serves all counts."""
+    real = mask[None, :, :, None]
+    order = jnp.argsort(jnp.where(real, -scores, jnp.inf), axis=2)
+    rank = jnp.argsort(order, axis=2).astype(jnp.int32)
+    return (rank < count[:, :, None]) & real
 
 
 def fit(  # noqa: PLR0913
@@ -184,22 +177,14 @@ def fit(  # noqa: PLR0913
     seen: Int[Array, "b 1"] | Int[Array, "1 1"] | int,
     sizes: Sizes,
     sent: tuple[Float[Array, "l b t k e"], Float[Array, "l b t k e"]] | None = None,
-    block: int = BLOCK,
 ) -> tuple[Float[Array, "l b t k e"], Float[Array, "l b t k"]]:
     """Returns values and biases with which the kept keys give what the whole text gave to the repeating queries.
 
-    What is not kept is 0. Heads that keep alike many keys are fitted by one loop, without the keys that they leave out.
+    What is not kept is 0. Heads that keep alike many keys are fitted by one loop, without the keys that they leave out:
+    `sizes` are at least as many as a head keeps in any row. `seen` tokens stand before the text.
 
-    Args:
-        cfg: of the reader.
-        queries: of `read_twice`.
-        text: of `read_twice`.
-        kept: of `choose`.
-        seen: tokens before the text.
-        sizes: of each head, at least as many keys as it keeps in any row.
-        sent: keys, not turned, and values as the reader will have them: the biases are fitted to these keys, the
-            values to both, around those sent.
-        block: queries whose attention is in memory at a time.
+    `sent`: keys, not turned, and values as the reader will have them. Then the biases are fitted to these keys, the
+    values to both, around those sent.
     """
     (keys, values), group = sent or (text.k, text.v), queries.q.shape[3] // kept.shape[3]
     turned = decoder.rotate_keys(cfg, text, seen=seen)
@@ -214,7 +199,7 @@ def fit(  # noqa: PLR0913
         real = jnp.take_along_axis(chosen, places, axis=1)
         k, v, all_k, all_v = (x[layer, :, :, kv_head] for x in (heard, values, turned, text.v))
         k, v = (jnp.take_along_axis(x, places[..., None], axis=1) for x in (k, v))
-        return places, *_fit_head(q, total, all_k, all_v, k, v, real, mask=text.mask, block=block)
+        return places, *_fit_head(q, total, all_k, all_v, k, v, real, mask=text.mask)
 
     def heads(most: int, fitted: tuple[jax.Array, jax.Array], numbers: jax.Array) -> tuple[tuple, None]:
         layer, kv_head = numbers[:, 0, None, None], numbers[:, 1, None, None]
@@ -257,12 +242,11 @@ def _fit_head(  # noqa: PLR0913
     kept: Bool[Array, "b m"],
     *,
     mask: Bool[Array, "b t"],
-    block: int,
 ) -> tuple[Float[Array, "b m e"], Float[Array, "b m"]]:
     """Returns the values and biases of one head's kept keys; keys are turned. See `fit`."""
     keys, values, keys_sent, around = (x.astype(jnp.float32) for x in (keys, values, keys_sent, values_sent))
     queries = q.astype(jnp.float32) * q.shape[-1] ** -0.5
-    pieces = tuple(_pieces(x, block) for x in (queries, total, mask))
+    pieces = tuple(_pieces(x) for x in (queries, total, mask))
 
     def shares(piece: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns queries' shares of attention to the text, their sum, and those of the kept keys as sent."""
@@ -314,10 +298,10 @@ def _weigh(gram: Float[Array, "b m m"], right: Float[Array, "b m"], count: Int[A
     return jax.lax.fori_loop(0, STEPS, descend, jnp.ones_like(right))
 
 
-def _pieces(x: Shaped[Array, "b t ..."], block: int) -> Shaped[Array, "n b q ..."]:
-    """Returns the positions in pieces of at most `block`, all alike, the last one filled up with zeros."""
+def _pieces(x: Shaped[Array, "b t ..."]) -> Shaped[Array, "n b q ..."]:
+    """Returns the positions in pieces of at most `BLOCK`, all alike, the last one filled up with zeros."""
     length = x.shape[1]
-    count = -(-length // block)
+    count = -(-length // BLOCK)
     block = -(-length // count)
     x = jnp.pad(x, [(0, 0), (0, count * block - length), *[(0, 0)] * (x.ndim - 2)])
     return jnp.moveaxis(x.reshape(len(x), count, block, *x.shape[2:]), 1, 0)

@@ -137,19 +137,18 @@ def fit_code(
     """Returns the code of `width` numbers a token that explains most of the states that three sweeps find.
 
     Each layer's keys, and its values, weigh alike, or as `weights` says. The first sweep takes mean and scale; the
-    other two are those of a randomised range finder, its end by Nystroem's formula (arXiv 1706.05736).
-
-    Args:
-        chunks: states to explain.
-        shape: layers, heads of keys and their size.
-        width: at most as many numbers as a token's states have.
-        weights: of each layer's keys, and of its values.
+    other two are those of a randomised range finder, its end by Nystroem's formula (arXiv 1706.05736). `shape`: layers,
+    heads of keys and their size; `width` is at most the number of values in a token's states.
     """
     layers, heads, size = shape
     count = 2 * layers * heads * size
     assert 0 < width <= count, f"{width} directions of {count} values"
     with jax.default_matmul_precision("highest"):
-        mean, spread = _moments(chunks, count, layers)
+        moments = (jnp.zeros(()), jnp.zeros(count), jnp.zeros((2, layers)))
+        for y, real in chunks():
+            moments = _add_moments(moments, y, real)
+        seen, mean, squares = moments
+        spread = jnp.sqrt(squares / seen)
         scale = jnp.where(spread > 0, spread, 1.0) * (2 * layers) ** 0.5
         if weights is not None:
             scale = scale / jnp.maximum(weights, LEAST_WEIGHT * weights.max())
@@ -209,20 +208,14 @@ def _by_state(weights: Float[Array, "b t l k"], shape: tuple[int, ...]) -> Float
     return by_value.reshape(*weights.shape[:2], -1)
 
 
-def _moments(chunks: Chunks, count: int, layers: int) -> tuple[Float[Array, " n"], Float[Array, "2 l"]]:
-    """Returns the mean, and the root of the mean squared distance to it of each layer's keys and its values."""
-    moments = (jnp.zeros(()), jnp.zeros(count), jnp.zeros((2, layers)))
-    for y, real in chunks():
-        moments = _add_moments(moments, y, real)
-    seen, mean, squares = moments
-    return mean, jnp.sqrt(squares / seen)
-
-
 @jax.jit
 def _add_moments(
     moments: tuple[jax.Array, jax.Array, jax.Array], y: Float[Array, "r n"], real: Bool[Array, " r"]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns count, mean and squares around the mean with a chunk's: no difference of large sums (Chan et al.)."""
+    """Returns count, mean and each part's squares around it with a chunk's: no difference of large sums (Chan et al.).
+
+    A part: a layer's keys, or its values.
+    """
     before, mean, squares = moments
     y, marks = y.astype(jnp.float32), real.astype(jnp.float32)[:, None]
     new = marks.sum()

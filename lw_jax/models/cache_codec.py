@@ -87,31 +87,14 @@ def fit_statistics(numbers: Int[np.ndarray, "n w"], step: float) -> Statistics:
 
 
 def bits(statistics: Statistics, numbers: Int[np.ndarray, "n w"]) -> float:
-    """Returns the bits that the integers of some tokens take, by the shares that `_tail_table` rounds."""
-    width = numbers.shape[1]
-    lengths = _lengths(*(shares[:width].astype(np.int64) for shares in statistics[1:]))
-    columns = lengths.shape[1]
-    sizes = np.minimum(np.abs(np.asarray(numbers, np.int32)), columns - 1)
-    counts = np.bincount((sizes + columns * np.arange(width)).ravel(), minlength=lengths.size)
-    return float(counts @ lengths.ravel())
-
-
-def _lengths(zero: Int[np.ndarray, " w"], decay: Int[np.ndarray, " w"]) -> Float[np.ndarray, "w s"]:
-    """Returns the bits of 0, of 1, 2 ... of either sign, and of all that no table has: `_tail_table` of all numbers."""
-    half, sides = (_PARTS - zero) << 23, []  # of 2^40
-    more = np.full(len(zero), fill_value=True)
-    while more.any() and len(sides) < _LONGEST:
-        beyond = np.where(more, half * decay // _PARTS, half)
-        sides.append(half - beyond)
-        half = beyond
-        more &= half > 1 << 25
-    side = np.stack(sides, axis=1)
-    parts = np.column_stack([zero << 24, side, np.maximum(2 * half, 1 << 22)])
-    symbols = 2 * np.count_nonzero(side, axis=1) + 2
-    shares = parts * ((_WHOLE - symbols) / (parts.sum(axis=1) + side.sum(axis=1)))[:, None]
-    lengths = math.log2(_WHOLE) - np.log2(shares + 1)
-    lengths[:, -1] += 16
-    return np.where(parts == 0, lengths[:, -1:], lengths)
+    """Returns the bits that the integers of some tokens take, by the tables that they are packed with."""
+    total = 0.0
+    for column, pair in zip(np.asarray(numbers, np.int32).T, _pairs(statistics), strict=False):
+        table = _tail_table(*pair)
+        lengths = math.log2(_WHOLE) - np.log2(np.array(table) + 1.0)
+        lengths[-1] += 16  # what the table does not have
+        total += float(lengths @ np.bincount(_symbols(column, len(table)), minlength=len(table)))
+    return total
 
 
 def find_step(

@@ -69,17 +69,14 @@ def generate(  # noqa: PLR0913  (as `decoder.forward`)
     mask: Bool[Array, "b t"],
     sampling: Sampling,
     key: jax.Array,
-    cache: decoder.Cache | None = None,
     mode: decoder.Mode = decoder.Mode(),  # noqa: B008  (frozen)
 ) -> Int[Array, "b n"]:
     """Continues a decoder's prompt embeddings; see `sample`.
 
-    A `cache` holds what stands before x, with room for x and the new tokens (`kv_prefix.open_cache`).
-
     The last column of x must be a real token of every row (left-padded prompts). Where a row outgrows the short
     frequencies of a LongRope model, the whole text is processed again with the long ones, as transformers does.
     """
-    first, memory = begin(params, cfg, x, mask=mask, max_new_tokens=sampling.max_new_tokens, cache=cache, mode=mode)
+    first, memory = begin(params, cfg, x, mask=mask, max_new_tokens=sampling.max_new_tokens, mode=mode)
     return continue_generation(params, cfg, first, memory, sampling=sampling, key=key, mode=mode)
 
 
@@ -137,8 +134,9 @@ def begin(  # noqa: PLR0913  (as `decoder.forward`)
 ) -> tuple[Float[Array, "b v"], Tree]:
     """Reads a prompt: the logits of its first new token, and the memory with which `follow` goes on from it.
 
-    The memory has room for `max_new_tokens`. It is the cache, and of a LongRope model that may outgrow its short
-    frequencies the embeddings of all its slots too.
+    A `cache` holds what stands before x, with room for x and the new tokens (`kv_prefix.open_cache`). The memory has
+    room for `max_new_tokens`. It is the cache, and of a LongRope model that may outgrow its short frequencies the
+    embeddings of all its slots too.
     """
     if cache is None:
         cache = decoder.empty_cache(cfg, x.shape[0], x.shape[1] + max_new_tokens, x.dtype)

@@ -45,10 +45,6 @@ class DecoderConfig:
     window: int = 0  # sliding attention window, the query included, without a causal mask to both sides (0: none)
 
 
-# Values that a layer saves for backward, by config.compute.remat.
-KEPT = {"none": "products", "full": "inputs"}
-
-
 def _unchanged(x: jax.Array) -> jax.Array:
     return x
 
@@ -64,7 +60,7 @@ class Mode:
 
     @property
     def saves_products(self) -> bool:
-        return KEPT[self.remat] == "products"
+        return self.remat == "none"
 
 
 class Cache(NamedTuple):
@@ -304,7 +300,7 @@ def extend(  # noqa: PLR0913  (as `forward`)
 
 
 def _checkpointed(cfg: DecoderConfig, shared: "_Shared", mode: Mode) -> Callable:
-    return checkpoint_layer(functools.partial(_layer, cfg, shared), KEPT[mode.remat], scanned=cfg.layers > 1)
+    return checkpoint_layer(functools.partial(_layer, cfg, shared), mode.saves_products, scanned=cfg.layers > 1)
 
 
 def _run_apart(
@@ -412,16 +408,15 @@ def weigh(x: jax.Array, share: jax.Array, eps: float) -> jax.Array:
     return share.astype(jnp.float32) * unit_rms(x.astype(jnp.float32), eps)
 
 
-def checkpoint_layer(layer: Callable, saved: str, *, scanned: bool = True) -> Callable:
-    """Returns the layer under remat: "products" saves the outputs of matmuls, "inputs" only the layer's inputs.
+def checkpoint_layer(layer: Callable, saves_products: bool, *, scanned: bool = True) -> Callable:
+    """Returns the layer under remat, which saves its inputs for the backward pass, and the outputs of its matmuls too.
 
     Elementwise results are recomputed, as writing and reading them costs more, and so are attention's scores, the
     largest values. `scanned`: forward and backward are separate loops.
     """
-    policy = {"products": _is_product, "inputs": None}[saved]
     # Only inside one loop could XLA merge the recomputation with the first; the barrier against that prevents its
     # fusion with its consumers.
-    return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)
+    return jax.checkpoint(layer, policy=_is_product if saves_products else None, prevent_cse=not scanned)
 
 
 def _is_product(primitive: Any, *inputs: Any, **settings: Any) -> bool:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from lw_jax.core.types import Tree
 from lw_jax.models import decoder
 from lw_jax.models.attention import attention
-from lw_jax.models.modules import Pure, RMSNorm
+from lw_jax.models.modules import RMSNorm
 from lw_jax.models.products import Linear, product
 
 BYTE_VOCABULARY = 257  # 256 bytes and the pad id
@@ -127,14 +127,14 @@ class ByteBody(nnx.Module):
         self.norm = RMSNorm(width)
 
     def __call__(
-        self, ids: Int[Array, "b s"], mask: Bool[Array, "b s"], *, remat: str = "none"
+        self, ids: Int[Array, "b s"], mask: Bool[Array, "b s"], *, saves_products: bool
     ) -> Float[Array, "b s z"]:
         """Returns one normalised state per byte; states at padding are undefined."""
         x = jnp.take(self.embed[...], ids, axis=0)
         x = x + jnp.asarray(_sinusoids(*x.shape[1:]))[None].astype(x.dtype)
         for index in range(self.layers):
             layer = functools.partial(self._layer, index)
-            x = decoder.checkpoint_layer(layer, decoder.KEPT[remat], scanned=False)(x, mask)
+            x = decoder.checkpoint_layer(layer, saves_products, scanned=False)(x, mask)
         return self.norm(x)
 
     def _layer(self, index: int, x: jax.Array, mask: jax.Array) -> jax.Array:
@@ -145,7 +145,8 @@ class ByteBody(nnx.Module):
 class Head(nnx.Module):
     """From a body's states to latents: layer mix (pretrained bodies), pooling, linear, RMSNorm without weight.
 
-    States of `taps` layers side by side take the mix' place; each of their values has a shift and a scale.
+    The mix is a softmax over `states` of a pretrained body. With `taps` so many layers' states side by side take its
+    place; each of their values has a shift and a scale.
     """
 
     def __init__(  # noqa: PLR0913
@@ -188,20 +189,6 @@ class Head(nnx.Module):
             pooled = ((wide - self.shift[...][None, None, :]) * self.scale[...][None, None, :]).astype(pooled.dtype)
         y = self.project(pooled).astype(jnp.float32)
         return keep(y, slots, width)
-
-
-@functools.cache  # a pass asks for it each time it is traced
-def make_bytes(width: int, layers: int) -> Pure[ByteBody]:
-    return Pure(lambda rngs: ByteBody(width, layers or BYTE_LAYERS, rngs=rngs))
-
-
-@functools.cache
-def make_head(  # noqa: PLR0913
-    body_width: int, width: int, *, slots: int, pooling: str, states: int, vocab: int = 0, taps: int = 0
-) -> Pure[Head]:
-    """Describes the head; `states` > 0: a softmax mix over that many states of a pretrained body, `taps` > 0: none."""
-    sizes = {"slots": slots, "states": states, "vocab": vocab, "taps": taps}
-    return Pure(lambda rngs: Head(body_width, width, pooling=pooling, **sizes, rngs=rngs))
 
 
 def tapped_layers(count: int, layers: int) -> tuple[int, ...]:

@@ -68,15 +68,7 @@ def pack(  # noqa: PLR0913
     """Returns the kept keys of a prefix, in each layer and head so many of `sizes`, `seen` real tokens before them.
 
     They take no memory but their own, and while they are made that of one layer's. A row with fewer has filling, which
-    no query sees.
-
-    Args:
-        cfg: of the reader.
-        mask: of the whole prefix.
-        bias: of `choose`: `LEAST` where a key is not kept.
-        sizes: of each head.
-        take: returns a layer's keys, not turned, and values.
-        seen: real tokens before the prefix.
+    no query sees. `bias` is that of `choose`; `take` returns a layer's keys, not turned, and values.
     """
     counts = np.array(sizes, np.int32).reshape(cfg.layers, cfg.kv_heads)
     by_layer = counts.sum(axis=1, dtype=np.int32)

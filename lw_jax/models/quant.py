@@ -17,6 +17,7 @@ first, and on the CPU as bytes.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +27,7 @@ from jaxtyping import Array, Float, Shaped
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 
-RESTORED = ("nf4", "awq", "int8")  # dequantised before the matmul
-PACKED = (*RESTORED, "w8a8", "fp8")
+PACKED = ("nf4", "awq", "int8", "w8a8", "fp8")  # the first three are dequantised before the matmul
 # Kinds with one scale a row of `in` -> its name, and the dtype of the codes
 _ROWS = {"int8": ("scale", jnp.int8), "w8a8": ("row", jnp.int8), "fp8": ("row", jnp.uint8)}
 _FP8 = jnp.float8_e4m3fn
@@ -95,8 +95,7 @@ def pack(matrix: jax.Array, kind: str) -> Tree:
     levels = np.array(LEVELS, np.float32)
     for midpoint in (levels[1:] + levels[:-1]) / np.float32(2):
         codes = codes + (unit > midpoint).astype(jnp.uint8)
-    codes = codes.reshape(matrix.shape)
-    return {"codes": codes[..., 0::2] | (codes[..., 1::2] << 4), "scale": scale}
+    return {"codes": pack_nibbles(codes.reshape(matrix.shape)), "scale": scale}
 
 
 def _round_rows(wide: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
@@ -189,6 +188,6 @@ def unpack_awq(words: np.ndarray) -> np.ndarray:
     return out.reshape(words.shape[0], -1)
 
 
-def pack_nibbles(values: np.ndarray) -> np.ndarray:
-    """Returns u8[.. n] nibbles as u8[.. n/2]."""
+def pack_nibbles(values: Any) -> Any:
+    """Returns nibbles u8[.. n], of JAX or of NumPy, as u8[.. n/2]."""
     return values[..., 0::2] | (values[..., 1::2] << 4)

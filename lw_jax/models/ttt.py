@@ -194,8 +194,7 @@ def forward(  # noqa: PLR0913  (the one entry to the model)
     rate = jnp.ones(ids.shape[:1]) if rate is None else rate
     layer = functools.partial(_layer, cfg, mode, _Rows(rate, lengths))
     if mode.remat != "none":
-        saved = {"dots": "products", "full": "inputs"}[mode.remat]
-        layer = checkpoint_layer(layer, saved, scanned=cfg.layers > 1)
+        layer = checkpoint_layer(layer, mode.remat == "dots", scanned=cfg.layers > 1)
 
     def body(x: jax.Array, inputs: tuple[Tree, Memory | None]):
         x, outputs = layer(mode.constrain(x), *inputs)

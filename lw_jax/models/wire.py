@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.precision import FP32, Precision
 from lw_jax.core.types import Tree
-from lw_jax.models import adapter, bert, decode, decoder, encoder, kv_prefix, lora, products
-from lw_jax.models.adapter import KeysValues, KVAdapter, KVShape
+from lw_jax.models import bert, decode, decoder, encoder, kv_prefix, lora, products
+from lw_jax.models.adapter import Adapter, KeysValues, KVAdapter, KVShape, calibrate
 from lw_jax.models.lora import Lora
 from lw_jax.models.modules import Pure
 
@@ -40,7 +40,10 @@ class EncoderSpec:
         body_width, states = (self.body.width, self.body.layers + 1) if self.body else (self.width, 0)
         vocab = self.body.vocab if self.body else encoder.BYTE_VOCABULARY
         sizes = {"slots": self.slots, "states": states, "vocab": vocab, "taps": self.taps}
-        return encoder.make_head(body_width, self.width, pooling=self.pooling, **sizes)
+        return Pure(encoder.Head, body_width, self.width, pooling=self.pooling, **sizes)
+
+    def byte_body(self) -> Pure[encoder.ByteBody]:
+        return Pure(encoder.ByteBody, self.width, self.layers or encoder.BYTE_LAYERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,17 +58,14 @@ class Reader:
     kind: str = "embeddings"  # of the prefix: config.adapter.kind
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x  # applied to a prefix' keys and values [l b m k e]
 
-    def adapter(self, width: int) -> Pure[adapter.Adapter] | Pure[KVAdapter]:
-        return (
-            adapter.make(width, self.adapter_hidden, self.config.width)
-            if self.kind == "embeddings"
-            else self.kv_adapter(width)
-        )
+    def adapter(self, width: int) -> Pure[Adapter]:
+        """Describes the adapter of kind "embeddings"."""
+        return Pure(Adapter, width, self.adapter_hidden, self.config.width)
 
     def kv_adapter(self, width: int) -> Pure[KVAdapter]:
         """Describes the adapter of kind "kv"."""
         shape = KVShape(self.config.layers, self.config.kv_heads, self.config.head_dim, self.config.width)
-        return adapter.make_kv(width, self.adapter_hidden, shape)
+        return Pure(KVAdapter, width, self.adapter_hidden, shape)
 
     def start(self, key: jax.Array, size_key: jax.Array, *, width: int, slots: int, size: jax.Array) -> Tree:
         """Draws the adapter's parameters; `size` is the RMS of the reader's embeddings.
@@ -74,8 +74,8 @@ class Reader:
         """
         if self.kind == "kv":
             return self.kv_adapter(width).init(key) | {"task_gain": size.astype(jnp.float32)}
-        module = adapter.make(width, self.adapter_hidden, self.config.width)
-        return adapter.calibrate(module, module.init(key), key=size_key, slots=slots, target=size)
+        module = self.adapter(width)
+        return calibrate(module, module.init(key), key=size_key, slots=slots, target=size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Wire:
             assert isinstance(self.encoder.body, decoder.DecoderConfig), "validation allows pairs for a decoder only"
             learned = {"lora": lora.init(body_key, self.encoder.body, self.encoder.pairs)}
         elif body is None:
-            learned = {"body": encoder.make_bytes(self.encoder.width, self.encoder.layers).init(body_key)}
+            learned = {"body": self.encoder.byte_body().init(body_key)}
         else:
             learned = {"body": body}
         adapters = {}
@@ -140,8 +140,7 @@ class Wire:
     ) -> Float[Array, "b s d"]:
         body = self.encoder.body
         if body is None:
-            byte_body = encoder.make_bytes(self.encoder.width, self.encoder.layers)
-            return byte_body.bind(params["body"])(ids, mask, remat=self.mode.remat)
+            return self.encoder.byte_body().bind(params["body"])(ids, mask, saves_products=self.mode.saves_products)
         mix = None if mix is None else jax.nn.softmax(mix)
         if isinstance(body, bert.BertConfig):
             assert mix is not None, "validation allows taps for a decoder only"
@@ -155,7 +154,8 @@ class Wire:
         """Turns latents into one reader's soft prefix, the task's vector behind them (n = m + 1)."""
         precision, reader = self.encoder.precision, self.readers[name]
         params = products.cast(params, precision)
-        prefix = reader.adapter(self.encoder.width).bind(params)(latents.astype(precision.values), task)
+        adapter = reader.kv_adapter if reader.kind == "kv" else reader.adapter
+        prefix = adapter(self.encoder.width).bind(params)(latents.astype(precision.values), task)
         if isinstance(prefix, KeysValues):
             return prefix._replace(k=reader.constrain(prefix.k), v=reader.constrain(prefix.v))
         return prefix

@@ -15,8 +15,13 @@ SCORES = 1e-5  # relative, fp32 sums of one forward pass
 TEXT, QUESTION = "Mara Ellis lives in Lisbon.", "Where does Mara Ellis live?"
 ROWS = ("text", "latents", "shuffled", "zero")
 
-# Those on one mesh over 2, 4 and 8 devices stand in test_training.py.
 PLACED = {
+    "data 2 accumulate 2": {"devices": 2, "train__micro_batch": 2},
+    "replicate 8": {"devices": 8},
+    "fsdp 4": {"devices": 4, "strategy": "fsdp"},
+    "data 2 x tensor 4": {"devices": 8, "model": 4, "strategy": "tensor"},
+    "accumulate 4, remat full": {"train__micro_batch": 2, "compute__remat": "full"},
+    "data 2 x tensor 2, logits of a row of each at once": {"devices": 4, "model": 2, "compute__logits_chunk": 1},
     # A batch of 8 filled up with rows of weight zero.
     "replicate 3 accumulate 2": {"devices": 3, "train__micro_batch": 2},
     "replicate 5": {"devices": 5},
@@ -27,17 +32,19 @@ PLACED = {
     "split 2 accumulate 4": {"devices": 2, "strategy": "split", "train__micro_batch": 2},
     "hybrid4 of 8": {"devices": 8, "strategy": "hybrid4"},
 }
+QUICK = "data 2 accumulate 2"  # in `make test`
 
 
 def series(folder, name: str = "loss") -> list[float]:
     return [row[f"train/{name}"] for row in metrics.read_metrics(folder / "metrics.jsonl")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PLACED)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one != QUICK)) for one in PLACED])
 def test_every_placement_gives_the_curve_and_the_values_of_one_device(name, root, single, tmp_path):
     *wanted, folder = single
-    tiny.assert_same_curve(tiny.unsaved_curve(tiny.make_recipe(root, **PLACED[name]), tmp_path / "run"), wanted)
+    found = tiny.unsaved_curve(tiny.make_recipe(root, **PLACED[name]), tmp_path / "run")
+    tiny.assert_same_curve(found, wanted)
+    assert found[1][-1] < found[1][0]
     ours, theirs = (metrics.read_metrics(folder / "metrics.jsonl") for folder in (tmp_path / "run", folder))
     assert len(ours) == len(theirs) == 6
     for row, wanted in zip(ours, theirs, strict=True):

@@ -164,6 +164,7 @@ def curve(name: str, micro_batches: int) -> tuple[list[float], dict]:
     for _ in range(STEPS):
         state, values = step(state, frozen, batch)
         seen.append([float(values[key]) for key in ("loss", "grad_norm", "missed/large")])
+    jax.tree.map(np.testing.assert_array_equal, frozen, Toy(name).weights().frozen)  # which do not move
     return seen, jax.device_get(state["trainable"])
 
 

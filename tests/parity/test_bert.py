@@ -72,14 +72,14 @@ def test_last_hidden_states_equal_in_ragged_batches(pair):
     assert np.abs(np.asarray(ours) - want)[mask].max() < STATES
 
 
-@pytest.mark.parametrize("layer", [0, 1, 2, 3])
-def test_each_layer_s_state_equals(pair, layer):
+def test_each_layer_s_state_and_a_mix_of_all_equal(pair):
     model, _, cfg, params = pair
     ids, mask = ragged()
-    want = theirs(model, ids, mask).hidden_states[layer].numpy()
-    ours = forward(params, cfg, ids, mask=mask, mix=jnp.eye(4)[layer])
-    want = np.asarray(decoder.unit_rms(jnp.asarray(want), cfg.norm_eps))
-    assert np.abs(np.asarray(ours) - want)[mask].max() < STATES
+    states = np.stack([state.numpy() for state in theirs(model, ids, mask).hidden_states])
+    states = np.asarray(decoder.unit_rms(jnp.asarray(states), cfg.norm_eps))
+    for mix in (*np.eye(4, dtype=np.float32), np.array([0.1, 0.2, 0.3, 0.4], np.float32)):
+        ours = forward(params, cfg, ids, mask=mask, mix=jnp.asarray(mix))
+        assert np.abs(np.asarray(ours) - np.einsum("n,nbsd->bsd", mix, states))[mask].max() < STATES
 
 
 def test_body_of_fewer_layers_ends_in_their_inner_state(pair):

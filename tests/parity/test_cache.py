@@ -127,25 +127,31 @@ def pair(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def both(pair):
     """(config, reading by us of a batch of unequal texts, readings by PyTorch of one after the other)."""
-    oracle = Oracle(pair[0])
+    model, cfg, params = pair
+    oracle = Oracle(model)
     theirs = [oracle.read(ids[mask].tolist()) for ids, mask in zip(IDS, MASK, strict=True)]
-    return pair[1], read(pair, IDS, MASK, block=5), theirs
+    given = {"again": embedded(params, AGAIN), "shared_prefix": embedded(params, OPENING), "keep_queries": True}
+    x = decoder.embed(params, jnp.asarray(IDS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_choice, "BLOCK", 5)  # several pieces of each text
+        ours = tiny.compiled(cache_choice.read_twice, params, cfg, x, mask=jnp.asarray(MASK), **given)
+    return cfg, ours, theirs
+
+
+@pytest.fixture(scope="module")
+def in_full(both):
+    """The code that has as many numbers as a token's keys and values, and its chunks of states."""
+    cfg, ours, _ = both
+    y = cache_code.states(ours.text.k, ours.text.v)
+
+    def chunks():
+        return zip(y, jnp.asarray(MASK), strict=True)
+
+    return cache_code.fit_code(chunks, (cfg.layers, cfg.kv_heads, cfg.head_dim), y.shape[2]), chunks
 
 
 def embedded(params, ids):
     return decoder.SharedPrefix(decoder.embed(params, jnp.asarray([ids])), jnp.ones((1, len(ids)), bool))
-
-
-def read(pair, ids, mask, *, block):
-    _, cfg, params = pair
-
-    @jax.jit
-    def run(ids, mask):
-        given = {"again": embedded(params, AGAIN), "shared_prefix": embedded(params, OPENING)}
-        given |= {"keep_queries": True, "block": block}
-        return cache_choice.read_twice(params, cfg, decoder.embed(params, ids), mask=mask, **given)
-
-    return run(jnp.asarray(ids), jnp.asarray(mask))
 
 
 def close(found, wanted, tolerance=SAME):
@@ -162,16 +168,6 @@ def test_keys_values_and_what_they_are_worth(both):
         close(ours.scores[:, row, MASK[row]], worth)
         close(ours.power[:, row, MASK[row]], shares.square().sum((2, 3)).permute(0, 2, 1))
         assert not np.asarray(ours.scores + ours.power)[:, row, ~MASK[row]].any()
-
-
-@pytest.mark.parametrize("pair", ["qwen2 biased"], indirect=True)
-def test_pieces_of_queries_and_padding_change_no_number(pair):
-    whole = read(pair, IDS, MASK, block=256)
-    for row, mask in enumerate(MASK):
-        alone = read(pair, IDS[row : row + 1, mask], np.ones((1, LENGTHS[row]), bool), block=3)
-        pairs = zip((*alone.text[:2], *alone[1:3], *alone[3]), (*whole.text[:2], *whole[1:3], *whole[3]), strict=True)
-        for found, wanted in pairs:
-            close(found[:, 0], wanted[:, row, mask])
 
 
 def test_table_and_chosen_keys(both):
@@ -194,19 +190,10 @@ def test_table_and_chosen_keys(both):
     assert not kept[:, ~MASK].any()
 
 
-def test_one_order_serves_every_share(both):
-    _, ours, _ = both
-    order = np.asarray(cache_choice.rank(ours.scores, jnp.asarray(MASK)))
-    for share in (0.5, 0.25, 0.125):
-        count = np.rint(share * np.asarray(LENGTHS))[None, :, None] * np.ones((len(order), 1, order.shape[3]), int)
-        kept = cache_choice.choose(ours.scores, jnp.asarray(MASK), jnp.asarray(count.astype(np.int32)))
-        np.testing.assert_array_equal(order < count[:, :, None], kept)
-
-
-@pytest.mark.parametrize("block, least", [(5, 2), (256, cache_choice.LEAST_KEYS)])
-@pytest.mark.parametrize("decoded", [False, True])
+@pytest.mark.parametrize("decoded, block, least", [(False, 256, cache_choice.LEAST_KEYS), (True, 5, 2)])
 def test_fitted_values_and_biases(both, decoded, block, least, monkeypatch):
     monkeypatch.setattr(cache_choice, "LEAST_KEYS", least)
+    monkeypatch.setattr(cache_choice, "BLOCK", block)
     cfg, ours, theirs = both
     # Heads of their own counts, one of them without any.
     count = 1 + np.arange(cfg.layers * 3 * cfg.kv_heads).reshape(cfg.layers, 3, -1) % 6
@@ -222,8 +209,8 @@ def test_fitted_values_and_biases(both, decoded, block, least, monkeypatch):
         total = ours.queries.total.reshape(q.shape[:-1]).transpose(0, 1, 3, 4, 2)
         heard = np.asarray(jnp.exp(scores - total[..., None]))
     sizes = tuple(map(tuple, kept.sum(axis=2).max(axis=1).tolist()))
-    given = {"seen": seen, "sizes": sizes, "sent": sent if decoded else None, "block": block}
-    values, bias = cache_choice.fit(cfg, ours.queries, ours.text, jnp.asarray(kept), **given)
+    given = {"seen": seen, "sizes": sizes, "sent": sent if decoded else None}
+    values, bias = tiny.compiled(cache_choice.fit, cfg, ours.queries, ours.text, jnp.asarray(kept), **given)
     assert not np.asarray(values)[~kept].any() and not np.asarray(bias)[~kept].any()
     moved = 0.0
     for row, (_, v, shares, _) in enumerate(theirs):
@@ -244,16 +231,14 @@ def test_fitted_values_and_biases(both, decoded, block, least, monkeypatch):
 
 
 @pytest.mark.parametrize("width", [8, 32])
-def test_code_of_streamed_states(both, width):
-    cfg, _, _ = both
-    shape = (cfg.layers, cfg.kv_heads, cfg.head_dim)
-    count = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim
+def test_code_of_streamed_states(width):
+    shape, count = (3, 2, 8), 2 * 3 * 2 * 8
     rng = np.random.default_rng(1)
     directions = np.linalg.qr(rng.normal(size=(count, 64)))[0]
     # A spectrum with a gap behind `width`, and a mean far from 0.
     sizes = np.where(np.arange(64) < width, 3.0, 1.0) * np.linspace(1.2, 1.0, 64)
     y = (5.0 + (rng.normal(size=(1000, 64)) * sizes) @ directions.T).astype(np.float32)
-    mean, scale, basis = principal(torch.tensor(y).double(), cfg.layers, width)
+    mean, scale, basis = principal(torch.tensor(y).double(), 3, width)
 
     def chunks():
         for start in range(0, 1000, 300):
@@ -271,17 +256,9 @@ def test_code_of_streamed_states(both, width):
     close(code.basis.T @ code.basis, basis @ basis.T)
 
 
-def test_all_numbers_of_a_token_are_its_keys_and_values(both):
-    cfg, ours, _ = both
+def test_all_numbers_of_a_token_are_its_keys_and_values(both, in_full):
+    (cfg, ours, _), (code, chunks) = both, in_full
     shape = (cfg.layers, cfg.kv_heads, cfg.head_dim)
-    width = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim
-
-    def chunks():
-        for row in range(3):
-            found = cache_code.states(ours.text.k[:, row : row + 1], ours.text.v[:, row : row + 1])
-            yield found[0], jnp.asarray(MASK[row])
-
-    code = cache_code.fit_code(chunks, shape, width)
     z = cache_code.write(code, ours.text)
     for found, wanted in zip(cache_code.read(code, z), ours.text[:2], strict=True):
         close(found, wanted)
@@ -306,26 +283,15 @@ def first_row(text):
     return decoder.KVPrefix(text.k[:, :1], text.v[:, :1], text.mask[:1])
 
 
-def test_a_text_written_in_full_is_the_text(pair, both):
+def test_of_a_text_written_in_full_each_head_attends_to_the_keys_it_kept_with_their_biases(pair, both, in_full):
     cfg, ours, _ = both
-    size = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim
-    y = cache_code.states(ours.text.k, ours.text.v)
-    real = jnp.asarray(MASK)
-    shape = (cfg.layers, cfg.kv_heads, cfg.head_dim)
-    code = cache_code.fit_code(lambda: zip(y, real, strict=True), shape, size)
-    k, v = cache_code.read(code, cache_code.write(code, first_row(ours.text)))
-    wanted = Oracle(pair[0]).ask(IDS[0].tolist(), np.zeros((cfg.layers, LENGTHS[0], cfg.kv_heads), np.float32))
-    for prefix in (first_row(ours.text), first_row(ours.text)._replace(k=k, v=v)):
-        close(answer(pair, prefix), wanted)
-
-
-def test_each_head_attends_to_the_keys_it_kept_with_their_biases(pair, both):
-    cfg, ours, _ = both
+    text = first_row(ours.text)
+    k, v = cache_code.read(in_full[0], cache_code.write(in_full[0], text))
     rng = np.random.default_rng(3)
     kept = rng.random((cfg.layers, 1, LENGTHS[0], cfg.kv_heads)) < 0.4
     kept[1, :, :, 0] = False
     bias = rng.normal(size=kept.shape).astype(np.float32)
-    prefix = kv_prefix.choose(first_row(ours.text), jnp.asarray(kept), jnp.asarray(bias))
+    prefix = kv_prefix.choose(text._replace(k=k, v=v), jnp.asarray(kept), jnp.asarray(bias))
     wanted = Oracle(pair[0]).ask(IDS[0].tolist(), np.where(kept, bias, -np.inf)[:, 0])
     close(answer(pair, prefix), wanted)
-    assert np.abs(np.asarray(wanted) - np.asarray(answer(pair, first_row(ours.text)))).max() > 0.1
+    assert np.abs(np.asarray(wanted) - np.asarray(answer(pair, text))).max() > 0.1

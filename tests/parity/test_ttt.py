@@ -64,9 +64,14 @@ def logits_of(params: dict, cfg: ttt.TTTConfig, ids: jax.Array, mode: ttt.Mode) 
 
 
 @functools.partial(jax.jit, static_argnums=(1, 3))
-def loss_of(params: dict, cfg: ttt.TTTConfig, ids: jax.Array, mode: ttt.Mode) -> jax.Array:
-    logp = jax.nn.log_softmax(logits_of(params, cfg, ids, mode)[:, :-1], axis=-1)
-    return -jnp.mean(jnp.take_along_axis(logp, ids[:, 1:, None], axis=2))
+def loss_of(params: dict, cfg: ttt.TTTConfig, ids: jax.Array, mode: ttt.Mode) -> tuple[jax.Array, jax.Array]:
+    """Returns the loss and the logits."""
+    logits = logits_of(params, cfg, ids, mode)
+    logp = jax.nn.log_softmax(logits[:, :-1], axis=-1)
+    return -jnp.mean(jnp.take_along_axis(logp, ids[:, 1:, None], axis=2)), logits
+
+
+graded = jax.jit(jax.value_and_grad(loss_of, has_aux=True), static_argnums=(1, 3))
 
 
 @pytest.mark.parametrize("form", ["scan", "kernel"])
@@ -76,8 +81,8 @@ def test_logits_loss_and_every_gradient_are_the_authors(name: str, form: str, fo
     if form == "kernel" and cfg.inner != "linear":
         pytest.skip("the kernel has an inner linear model alone")
     ids, mode = jnp.asarray(found["ids"]), ttt.Mode(form=form, unroll=1)
-    np.testing.assert_allclose(logits_of(params, cfg, ids, mode), found["logits"], atol=LOGITS)
-    loss, gradients = jax.jit(jax.value_and_grad(loss_of), static_argnums=(1, 3))(params, cfg, ids, mode)
+    (loss, logits), gradients = graded(params, cfg, ids, mode)
+    np.testing.assert_allclose(logits, found["logits"], atol=LOGITS)
     np.testing.assert_allclose(loss, found["loss"][0], atol=LOSS)
     for stored, slot in ttt_family.tensor_map(cfg).items():
         leaf = functools.reduce(lambda node, part: node[part], slot.path, gradients)
@@ -89,7 +94,7 @@ def test_logits_loss_and_every_gradient_are_the_authors(name: str, form: str, fo
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tail_that_fills_no_chunk_is_read_as_the_beginning_of_a_longer_text(name: str, folder: Path):
     cfg, found, params = model(name, folder)
-    for length in (1, cfg.chunk - 1, cfg.chunk, 2 * cfg.chunk - 3):
+    for length in (1, 2 * cfg.chunk - 3):
         out = logits_of(params, cfg, jnp.asarray(found["ids"][:, :length]), ttt.Mode())
         np.testing.assert_allclose(out, found["logits"][:, :length], atol=LOGITS)
 
@@ -137,7 +142,7 @@ def test_five_steps_of_adamw_give_the_authors_losses(name: str, folder: Path):
 
     @jax.jit
     def step(params, state):
-        loss, gradients = jax.value_and_grad(loss_of)(params, cfg, ids, ttt.Mode(unroll=1))
+        (loss, _), gradients = graded(params, cfg, ids, ttt.Mode(unroll=1))
         with jax.numpy_dtype_promotion("standard"):
             updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, loss
@@ -153,9 +158,9 @@ def test_five_steps_of_adamw_give_the_authors_losses(name: str, folder: Path):
 def test_bf16_products_move_a_model_little(name: str, folder: Path):
     cfg, found, params = model(name, folder)
     ids, mode = jnp.asarray(found["ids"]), ttt.Mode(Precision("bfloat16", "bfloat16"))
-    gap = np.abs(np.asarray(logits_of(params, cfg, ids, mode)) - found["logits"]).max()
-    assert 0 < gap < BF16_LOGITS
-    np.testing.assert_allclose(loss_of(params, cfg, ids, mode), found["loss"][0], atol=BF16_LOSS)
+    loss, logits = loss_of(params, cfg, ids, mode)
+    assert 0 < np.abs(np.asarray(logits) - found["logits"]).max() < BF16_LOGITS
+    np.testing.assert_allclose(loss, found["loss"][0], atol=BF16_LOSS)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -54,9 +54,7 @@ def differentiate(logps, each_of):
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_are_those_of_trl(case):
     beta, smoothing = case["beta"], case["label_smoothing"]
-    found = differentiate(
-        read_pairs(), lambda logps: preference.loss(case["kind"], logps, beta=beta, label_smoothing=smoothing)
-    )
+    found = differentiate(read_pairs(), lambda logps: preference.LOSSES[case["kind"]](logps, beta, smoothing))
     for name, ours in zip(("loss", "chosen", "rejected"), found, strict=True):
         assert ours.dtype == jnp.float32
         scale = 1.0 if name == "loss" else beta
@@ -77,24 +75,6 @@ def test_mixture_is_that_of_trl(batch):
         np.testing.assert_allclose(ours / pairs, batch[name], rtol=SAME, atol=CANCELLED * batch["beta"], err_msg=name)
 
 
-@pytest.mark.parametrize("batch", [param for param in BATCHES if "sft" in param.values[0]["kinds"]])
-def test_mean_over_all_tokens_of_a_batch_is_trls_sft(batch):
-    weights = dict(zip(batch["kinds"], batch["weights"], strict=True))
-    share = weights.pop("sft")
-
-    def each_of(logps):
-        total, tokens = -jnp.sum(logps.chosen), jnp.sum(logps.chosen_tokens)
-        each = jnp.full_like(logps.chosen, share / len(batch["chosen"])) * (total / tokens)
-        for kind, weight in weights.items():
-            each += weight / len(batch["chosen"]) * preference.LOSSES[kind](logps, batch["beta"], 0.0)
-        return each
-
-    each, chosen, rejected = differentiate(read_pairs(), each_of)
-    np.testing.assert_allclose(each.sum(), batch["loss"], rtol=SAME)
-    np.testing.assert_allclose(chosen, batch["chosen"], rtol=SAME, atol=CANCELLED * batch["beta"])
-    np.testing.assert_allclose(rejected, batch["rejected"], rtol=SAME, atol=CANCELLED * batch["beta"])
-
-
 @pytest.mark.parametrize("batch", BATCHES[:1])
 def test_metrics_are_those_of_trl(batch):
     ours = preference.metrics(read_pairs(), beta=batch["beta"])
@@ -105,7 +85,7 @@ def test_metrics_are_those_of_trl(batch):
 
 @pytest.mark.parametrize("kind", sorted(set(preference.LOSSES) - set(validation.SMOOTHED)))
 def test_kinds_that_do_not_smooth_are_unchanged_by_it(kind):
-    plain, smoothed = (preference.loss(kind, read_pairs(), beta=BETA, label_smoothing=e) for e in (0.0, 0.1))
+    plain, smoothed = (preference.LOSSES[kind](read_pairs(), BETA, smoothing) for smoothing in (0.0, 0.1))
     assert (plain == smoothed).all()
 
 
@@ -117,7 +97,7 @@ def test_equal_rewards_are_not_accurate():
 @pytest.mark.parametrize("kind", preference.LOSSES)
 def test_extreme_margins_have_finite_gradients(kind):
     pairs = make_pairs([1e4, -1e4, 0.0, 1e4], [0.0, 0.0, 1e4, -1e4])
-    found = differentiate(pairs, lambda logps: preference.loss(kind, logps, beta=1.0, label_smoothing=0.1))
+    found = differentiate(pairs, lambda logps: preference.LOSSES[kind](logps, 1.0, 0.1))
     assert all(np.isfinite(value).all() for value in found)
 
 

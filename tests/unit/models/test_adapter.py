@@ -7,6 +7,7 @@ import pytest
 
 from lw_jax.core.types import TASKS
 from lw_jax.models import adapter
+from lw_jax.models.modules import Pure
 
 WIDTH, HIDDEN, OUT, SLOTS = 24, 37, 58, 5
 TARGET = 0.0137  # far from 1, as Llama's embeddings are
@@ -14,7 +15,7 @@ CALIBRATED = 0.05  # relative: 8 x 5 latents measure the size, others are sent
 
 
 def make():
-    one = adapter.make(WIDTH, HIDDEN, OUT)
+    one = Pure(adapter.Adapter, WIDTH, HIDDEN, OUT)
     drawn = jax.jit(one.init)(jax.random.key(0))
     target = jnp.asarray(TARGET)
     return one, adapter.calibrate(one, drawn, key=jax.random.key(1), slots=SLOTS, target=target)
@@ -69,7 +70,7 @@ KV = adapter.KVShape(layers=3, heads=2, head_dim=7, width=OUT)
 
 @pytest.fixture(scope="module")
 def keys_values():
-    one = adapter.make_kv(WIDTH, HIDDEN, KV)
+    one = Pure(adapter.KVAdapter, WIDTH, HIDDEN, KV)
     return one, jax.jit(one.init)(jax.random.key(0))
 
 

@@ -17,14 +17,17 @@ CFG = tiny.DECODER
 MASK = np.arange(11) < np.array([11, 7, 9, 4])[:, None]
 
 
-def read(params, cfg, mask, again=3, block=4):
+@pytest.fixture(autouse=True)
+def several_pieces(monkeypatch):
+    monkeypatch.setattr(cache_choice, "BLOCK", 4)
+
+
+def read(params, cfg, mask):
     keys = jax.random.split(jax.random.key(3), 2)
     x = jax.random.normal(keys[0], (*mask.shape, cfg.width))
-    asking = decoder.SharedPrefix(jax.random.normal(keys[1], (1, again, cfg.width)), jnp.ones((1, again), bool))
+    asking = decoder.SharedPrefix(jax.random.normal(keys[1], (1, 3, cfg.width)), jnp.ones((1, 3), bool))
     shared = decoder.SharedPrefix(asking.x[:, :2], asking.mask[:, :2])
-    return cache_choice.read_twice(
-        params, cfg, x, mask=mask, again=asking, shared_prefix=shared, keep_queries=True, block=block
-    )
+    return cache_choice.read_twice(params, cfg, x, mask=mask, again=asking, shared_prefix=shared, keep_queries=True)
 
 
 @pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 4])

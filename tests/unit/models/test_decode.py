@@ -75,9 +75,7 @@ def test_layers_apart_give_the_same_answers_and_no_token_cuts_the_stacks(params,
 LONG = rotary.LongRope((1.0,) * (CFG.head_dim // 2), (3.0,) * (CFG.head_dim // 2), 7, 1.1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "new"), [({}, NEW), ({}, 2), ({"window": 3}, NEW), ({"rope_scaling": LONG}, NEW)], ids=str
-)
+@pytest.mark.parametrize(("kind", "new"), [({}, 2), ({"window": 3}, NEW), ({"rope_scaling": LONG}, NEW)], ids=str)
 def test_an_answer_is_scored_in_the_prompt_s_pass_and_forgotten(params, prompt, kind, new):
     cfg = dataclasses.replace(CFG, **kind)
     x, mask, sampling = decoder.embed(params, prompt[0]), prompt[1], decode.Sampling(new, ())

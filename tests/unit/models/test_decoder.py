@@ -1,6 +1,7 @@
 """The decoder's own promises; that it equals transformers' classes is held by tests/parity."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -98,9 +99,13 @@ def test_shared_prefix_computed_once_equals_one_in_every_row(params, ids, change
 
     real = np.asarray(mask)
     weight = jax.random.normal(jax.random.key(5), x.shape) * mask.astype(x.dtype)[:, :, None]
-    (found, of_found), (expected, of_expected) = (
-        jax.jit(lambda x, run=run: (run(x), *jax.vjp(run, x)[1](weight)))(x) for run in (apart, joined)
-    )
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def graded(run, x):
+        found, pull = jax.vjp(run, x)
+        return found, *pull(weight)
+
+    (found, of_found), (expected, of_expected) = (graded(run, x) for run in (apart, joined))
     np.testing.assert_allclose(np.asarray(found)[real], np.asarray(expected)[real], atol=SAME)
     without = forward(params, ids, mask, cfg, mode=mode).hidden
     assert np.abs(np.asarray(found - without)[real]).max() > APART

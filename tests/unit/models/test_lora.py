@@ -86,17 +86,6 @@ def test_dropout_is_of_the_pairs_inputs_alone_drawn_by_its_key_and_off_outside_t
     np.testing.assert_array_equal(logits(empty, mode), logits(params, mode))
 
 
-def test_unpacked_model_is_what_its_packed_matrices_mean(params):
-    shapes = quant.abstract(decoder.abstract(CFG, jnp.float32), "int8")
-    layers = dict(params["layers"])
-    for name in quant.MATRICES:
-        layers[name] = quant.pack(layers[name].reshape(shapes["layers"][name]["codes"].shape), "int8")
-    packed = params | {"layers": layers}
-    whole = lora.unpack(packed, CFG, jnp.float32)
-    assert jax.tree.map(jnp.shape, whole) == jax.tree.map(jnp.shape, params)
-    np.testing.assert_allclose(logits(whole), logits(packed), atol=SAME * float(jnp.abs(logits(packed)).max()))
-
-
 @pytest.mark.parametrize(
     ("targets", "names"),
     [

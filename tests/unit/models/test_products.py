@@ -1,5 +1,6 @@
 """Products of bf16 factors with fp32 sums, as a CPU computes them: their numbers, and that no model has others."""
 
+import functools
 import re
 
 import jax
@@ -69,7 +70,7 @@ def test_one_row_for_each_matrix_of_a_batch_is_multiplied_with_its_own(equation,
 
 def test_the_backward_pass_finds_products_as_the_bits_of_bf16():
     weights = draw(7, 5).astype(jnp.bfloat16)
-    layer = decoder.checkpoint_layer(lambda x: jnp.sin(products.product("btd,fd->btf", x, weights)), "products")
+    layer = decoder.checkpoint_layer(lambda x: jnp.sin(products.product("btd,fd->btf", x, weights)), True)
     _, pull = jax.vjp(layer, draw(2, 3, 5))
     saved = {leaf.dtype.name for leaf in jax.tree.leaves(pull) if leaf.shape == (2, 3, 7)}
     assert saved == {"uint16"}
@@ -88,20 +89,27 @@ def test_products_that_a_scan_stacks_stand_behind_a_barrier(remat, saved):
     assert "optimization_barrier" not in str(jax.make_jaxpr(loss)(x))
 
 
-@pytest.mark.parametrize("heads", [2, 6])
-def test_attention_of_narrow_products_equals_jax_own(heads):
+@pytest.mark.parametrize(("heads", "biased"), [(2, False), (6, True)])
+def test_attention_of_narrow_products_equals_jax_own(heads, biased):
     q, k, v, mask = draw(2, 7, heads, 8), draw(2, 9, 2, 8, seed=1), draw(2, 9, 2, 8, seed=2), draw(2, 1, 7, 9) > -0.5
     mask = mask.at[:, :, :, 0].set(True)
+    biases = [draw(2, 9, 2, seed=4)] if biased else []  # of the keys' scores
 
-    def both(factors):
-        found, pull = jax.vjp(lambda *x: attention.attention(*x, mask=mask, factors=factors), q, k, v)
-        return [found, *pull(draw(*found.shape, seed=3))]
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(factors, gradient):
+        def attend(q, k, v, bias=None):
+            return attention.attention(q, k, v, mask=mask, bias=bias, factors=factors)
 
-    for narrow, wide in zip(both("bfloat16"), both(None), strict=True):
+        found, pull = jax.vjp(attend, q, k, v, *biases)
+        return [found, *pull(gradient)]
+
+    gradient = draw(*q.shape, seed=3)
+    for narrow, wide in zip(both("bfloat16", gradient), both(None, gradient), strict=True):
         size = np.linalg.norm(wide)
         assert 1e-5 * size < np.linalg.norm(narrow - wide) < 2e-2 * size
 
 
+@functools.cache
 def outline(root, kind, dtype):
     if kind == "ttt":
         return tiny.make_ttt(root, compute__dtype=dtype)
