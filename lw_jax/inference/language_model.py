@@ -18,7 +18,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.precision import DTYPES, Precision
 from lw_jax.core.progress import phase
 from lw_jax.core.types import Tree
-from lw_jax.data import prompt_tokens
+from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
 from lw_jax.hub import sources
 from lw_jax.hub import weights as files
@@ -131,14 +131,10 @@ class LM:
             raise UserError(f"generate: texts={list(texts)!r}: give at least one, each of at least one token")
         width = max(map(len, rows))
         self._check_positions(width + max_new_tokens)
-        ids = np.full((len(rows), width), self.tokenizer.pad, np.int32)
-        mask = np.zeros(ids.shape, bool)
-        for row, (padded, tokens) in enumerate(zip(ids, rows, strict=True)):
-            padded[width - len(tokens) :] = tokens
-            mask[row, width - len(tokens) :] = True
+        prompts = batches.Field(rows, width, self.tokenizer.pad, left=True).collate(range(len(rows)))
         sampling = decode.Sampling(max_new_tokens, tuple(self.tokenizer.stops), temperature)
         with phase("generating, which first compiles"):
-            out = self._continue_all(ids, mask, seed, sampling)
+            out = self._continue_all(prompts["ids"], prompts["mask"], seed, sampling)
         return [self.tokenizer.decode([int(token) for token in row if token >= 0]) for row in out]
 
     def _continue_all(self, ids: np.ndarray, mask: np.ndarray, seed: int, sampling: decode.Sampling) -> np.ndarray:

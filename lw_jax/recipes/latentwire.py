@@ -358,7 +358,5 @@ def _embedding(trainable: Tree, frozen: Tree) -> jax.Array:
 def _match_pieces(body: Tokenizer, reader: Tokenizer, count: int) -> jax.Array:
     """Returns i32 [v n]: a reader's ids of each of the encoder's `count` token strings, -1 beyond their end."""
     texts = [body.decode([index]) if index < body.vocab else "" for index in range(count)]
-    pieces = np.full((count, PIECES), -1, np.int32)
-    for row, ids in zip(pieces, reader.encode_batch(texts), strict=True):
-        row[: len(ids)] = ids[:PIECES]
-    return jnp.asarray(pieces)
+    pieces = [np.array(ids[:PIECES], np.int32) for ids in reader.encode_batch(texts)]
+    return jnp.asarray(batches.Field(pieces, PIECES, -1, left=False).collate(range(count))["ids"])
