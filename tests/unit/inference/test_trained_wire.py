@@ -152,21 +152,21 @@ def latents_of(wire, text, slots=None, width=None):
 
 
 def test_answers_beyond_a_reader_s_positions_are_refused(wire, message, monkeypatch):
-    """The longest answer that fits is given; one more token is refused."""
-    most = wire.recipe.wire.readers["llama"].config.max_positions
+    """The longest answer that fits is given; with one position less it is refused."""
+    reader, new = wire.recipe.wire.readers["llama"], wire.recipe.cfg.eval.max_new_tokens
     sent = len(wire.prompt_embeds(message, "llama", "Where?"))
     text = batches.encode_prompt(TEXT, "Where?", layout=wire.recipe.layout, rows=("text",))["readers"]["llama"]["text"]
     for ask, prompt in (
         (lambda: wire.read(message, "llama", "Where?"), sent),
         (lambda: wire.read_text(TEXT, "llama", "Where?"), int(text["mask"].sum())),
     ):
-        for new in (most - prompt, most - prompt + 1):
-            options = dataclasses.replace(wire.recipe.cfg.eval, max_new_tokens=new)
-            monkeypatch.setattr(wire.recipe, "cfg", dataclasses.replace(wire.recipe.cfg, eval=options))
-            if prompt + new == most:
+        for most in (prompt + new, prompt + new - 1):
+            config = dataclasses.replace(reader.config, max_positions=most)
+            monkeypatch.setitem(wire.recipe.wire.readers, "llama", dataclasses.replace(reader, config=config))
+            if most == prompt + new:
                 assert isinstance(ask(), str)
                 continue
-            with pytest.raises(UserError, match=rf"'llama'.*eval.max_new_tokens={new} .*{most + 1:,}"):
+            with pytest.raises(UserError, match=rf"'llama'.*eval.max_new_tokens={new} .*{prompt + new:,}"):
                 ask()
 
 
