@@ -98,8 +98,9 @@ class LM:
     _logits: Callable[..., jax.Array]  # (params, ids, mask) -> as `logits`
     _continue: Callable[..., jax.Array]  # (params, ids, mask, key, sampling) -> new ids [b n], -1 after the stop
 
-    def __init__(self, location: Path, config: Any, params: Tree, *, tokenizer: Tokenizer | None = None):
-        self.location, self.config, self.params, self._tokenizer = location, config, params, tokenizer
+    def __init__(self, location: Path, config: Any, params: Tree, *, mode: Any, tokenizer: Tokenizer | None = None):
+        self.location, self.config, self.params, self.mode = location, config, params, mode
+        self._tokenizer = tokenizer
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -162,10 +163,6 @@ class LM:
 class DecoderLM(LM):
     """A causal decoder of any family."""
 
-    def __init__(self, location: Path, config: decoder.DecoderConfig, params: Tree, *, mode: decoder.Mode):
-        super().__init__(location, config, params)
-        self.mode = mode
-
     def _check_positions(self, needed: int) -> None:
         what, remedy = "generate: the longest text and its answer take", "shorten the text, or lower max_new_tokens"
         decoder.check_positions(self.config, needed, what=what, remedy=remedy)
@@ -196,8 +193,8 @@ class TTTLM(LM):
         tokenizer: Tokenizer | None = None,
         step: int = 0,
     ):
-        super().__init__(location, config, params, tokenizer=tokenizer)
-        self.mode, self.step = mode, step
+        super().__init__(location, config, params, mode=mode, tokenizer=tokenizer)
+        self.step = step
 
     def save(self, folder: Path) -> None:
         files.save_ttt(folder, self.params, self.config, tokenizer=self.tokenizer.backend)
