@@ -76,7 +76,7 @@ def questions_of(wire: Any, reader: str, count: int) -> list[Row]:
     from lw_jax.evals.control_rows import ANSWER
 
     wire._check_reader(reader)
-    encoded = wire.recipe.encode(wire.recipe.examples("validation"))
+    encoded = wire.recipe.encode(wire.recipe.curriculum.examples("validation"))
     fields, found = encoded.readers[reader], []
     for index in spread(len(encoded), count):
         parts = {"before": "before", "text": "own", "after": "after", "answer": "answer"}

@@ -1,6 +1,6 @@
 """Jitted functions of a wire of kind "cache": read a text twice, code it, and prompt a reader with its message."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,18 @@ class CacheFunctions(WireFunctions):
             keep_queries=keep_queries,
             mode=reader.mode,
         )
+
+    def write(
+        self, code: Tree, reading: Reading, before: jax.Array, lengths: np.ndarray, ratios: Sequence[int], name: str
+    ) -> list[Sent]:
+        """Returns the messages of texts of these lengths [b] at each of the ratios, in the numbers of the first one.
+
+        `before`: the mask of that field. Where the first ratio has fitted values, the reading has kept its queries.
+        """
+        counts = [count_kept(code, lengths, ratio) for ratio in ratios]
+        step = np.full(len(lengths), code["step"][ratios[0] - 1], np.float32)
+        sizes = sizes_of(code, reading.text.mask.shape[1], ratios[0]) if is_fitted(code, ratios[0]) else None
+        return self.encode(code, reading, before, counts, step, name, sizes)
 
     @jitted("name", "sizes")
     def encode(  # noqa: PLR0913
@@ -150,14 +162,9 @@ def count_kept(code: Tree, lengths: np.ndarray, ratio: int) -> np.ndarray:
     return cache_choice.count_kept(np.asarray(code["tables"][ratio - 1]), lengths)
 
 
-def steps_of(code: Tree, rows: int, ratio: int) -> np.ndarray:
-    """Returns f32[b]: the step of so many texts' messages at a ratio."""
-    return np.full(rows, code["step"][ratio - 1], np.float32)
-
-
-def sizes_if_fitted(code: Tree, width: int, ratio: int) -> Sizes | None:
-    """Returns `sizes_of` where messages at a ratio have fitted values and biases."""
-    return sizes_of(code, width, ratio) if code["fitted"][ratio - 1] else None
+def is_fitted(code: Tree, ratio: int) -> bool:
+    """Returns whether messages at a ratio have fitted values and biases."""
+    return bool(code["fitted"][ratio - 1])
 
 
 def sizes_of(code: Tree, width: int, ratio: int) -> Sizes:

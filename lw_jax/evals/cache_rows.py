@@ -17,7 +17,7 @@ from lw_jax.data.prompt_tokens import Layout
 from lw_jax.evals import cache_functions
 from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.evals.comparison import Record
-from lw_jax.evals.control_rows import Session, judge, number_texts, positions
+from lw_jax.evals.control_rows import Session, number_texts, positions, records_of
 from lw_jax.evals.record_log import RecordLog
 from lw_jax.models import cache_codec, cache_message
 from lw_jax.models.cache_codec import Coding
@@ -25,7 +25,6 @@ from lw_jax.models.cache_message import Sent
 from lw_jax.models.wire import Prompt
 
 REPEAT = "Repeat the text above word for word."  # asked in a question's place, before the text is read again
-TEXTS = {"own": "own", "other": "other"}  # kind of a row's message -> the field of its text
 FIELDS = ("text", "none", "context", "asked")  # parts of the prompts that the rows are made of
 LONG = ("own", "other", "text")  # fields as wide as a batch's texts need
 LEAST_COLUMNS = 64
@@ -122,7 +121,7 @@ class CacheSession(Session):
         before, keep_queries = fields["before"]["mask"], bool(np.asarray(code["fitted"]).any())
         readings, prompts, messages = {}, {}, {}
         for row in rows:
-            kind = ROWS[row].latents
+            kind = ROWS[row].latents  # "own" or "other": also the field of its text
             if ROWS[row].taught:
                 parts = {key: fields[key] for key in ("before", "own", "asked")}
                 prompts[row] = RowPrompt(functions.prompt_from_taught_parts(params, parts, self.taught[name]))
@@ -131,16 +130,15 @@ class CacheSession(Session):
                 prompt = functions.prompt_from_text(params, fields[ROWS[row].fields[0]])
                 prompts[row] = RowPrompt(prompt)
                 continue
-            ratio, text = ROWS[row].ratio or self.ratio, fields[TEXTS[kind]]
+            ratio, text = ROWS[row].ratio or self.ratio, fields[kind]
             if kind not in readings:
                 inputs = {"own": text, "before": fields["before"], "again": fields["again"]}
                 readings[kind] = functions.read_twice(params, inputs, name, keep_queries)
             if (kind, ratio) not in messages:
-                count = cache_functions.count_kept(code, np.asarray(text["mask"]).sum(axis=1), ratio)
-                steps = cache_functions.steps_of(code, len(text["mask"]), ratio)
-                sizes = cache_functions.sizes_if_fitted(code, text["mask"].shape[1], ratio)
-                (sent,) = functions.encode(code, readings[kind], before, [count], steps, name, sizes)
+                lengths = np.asarray(text["mask"]).sum(axis=1)
+                (sent,) = functions.write(code, readings[kind], before, lengths, [ratio], name)
                 prompt = functions.prompt_from_cache(params, code, fields, sent, text["mask"], name)
+                count = cache_functions.count_kept(code, lengths, ratio)
                 messages[kind, ratio] = RowPrompt(prompt, count.mean(axis=(0, 2)), sent, ratio)
             prompts[row] = messages[kind, ratio]
         return prompts
@@ -177,39 +175,23 @@ def measure(  # noqa: PLR0913
                     fields = bench.functions.place(host_fields, name)
                     for row, row_prompt in bench.prompts(fields, name, missing).items():
                         outputs = bench.answer(fields, name, row_prompt.prompt, max_new_tokens=max_new_tokens)
-                        log.add(list(_records(encoded, host, name, row, row_prompt, outputs, codings, texts)))
+                        taken = row_prompt.positions
+                        if row_prompt.sent is None:
+                            taken = [positions(encoded, name, row, index, slots=0) for index in host["index"]]
+                        records = records_of(encoded, host, name, row, outputs, taken, texts)
+                        if row == "latents":
+                            _measure_sizes(records, host, codings[name], row_prompt)
+                        log.add(records)
                 done.advance()
     return log.read(tuple(encoded.readers), rows, indices)
 
 
-def _records(  # noqa: PLR0913
-    encoded: Encoded,
-    host: Mapping[str, Any],
-    name: str,
-    row: str,
-    row_prompt: RowPrompt,
-    outputs: tuple[list[str], dict[str, np.ndarray]],
-    codings: Mapping[str, Coding],
-    texts: list[int],
-) -> Iterator[Record]:
-    """Yields one reader's records of one row of a batch."""
-    predictions, scores = outputs
-    lengths = host["readers"][name]["own"]["mask"].sum(axis=1)
-    for position, index in enumerate(host["index"].tolist()):
-        if not host["valid"][position]:
-            continue
-        count = row_prompt.positions[position] if row_prompt.sent else positions(encoded, name, row, index, slots=0)
-        record = {"reader": name, "row": row, "index": index, "text": texts[index], "positions": float(count)}
-        if row == "latents":
-            record |= _size(codings[name], row_prompt, position, int(lengths[position]))
-        record |= judge(encoded.examples[index], predictions[position])
-        yield record | {key: float(value[position]) for key, value in scores.items()}
-
-
-def _size(coding: Coding, row_prompt: RowPrompt, position: int, length: int) -> Record:
-    """Returns the bytes of one example's message for its reader alone, and the tokens of its text."""
+def _measure_sizes(records: Sequence[Record], host: Mapping[str, Any], coding: Coding, row_prompt: RowPrompt) -> None:
+    """Adds the bytes of each example's message for its reader alone, and the tokens of its text."""
     assert row_prompt.sent is not None, "of a message"
-    message = jax.device_get(cache_message.rows_of(row_prompt.sent)[position])
-    section = cache_message.to_section({row_prompt.ratio: message}, length)
-    size = len(cache_codec.pack([(coding, section)], writer=coding.fingerprint))
-    return {"bytes": size, "text_tokens": length}
+    messages = jax.device_get(cache_message.rows_of(row_prompt.sent))
+    lengths = host["readers"][records[0]["reader"]]["own"]["mask"].sum(axis=1)
+    for record, place in zip(records, np.flatnonzero(host["valid"]), strict=True):
+        section = cache_message.to_section({row_prompt.ratio: messages[place]}, int(lengths[place]))
+        size = len(cache_codec.pack([(coding, section)], writer=coding.fingerprint))
+        record |= {"bytes": size, "text_tokens": int(lengths[place])}

@@ -128,17 +128,13 @@ def _mean(records: Sequence[Record], key: str) -> float:
 
 def estimate(records: Sequence[Record], bootstrap: Bootstrap) -> dict[str, Estimate]:
     """Returns the means over examples or tokens; em and f1 only for records with a prediction."""
-
-    def column(key: str) -> np.ndarray:
-        return np.array([record[key] for record in records])
-
-    tokens = column("tokens")
+    tokens = _column(records, "tokens")
     answered = ("em", "f1") if "prediction" in records[0] else ()
-    return {key: bootstrap.mean(column(key)) for key in answered} | {
-        "nll": bootstrap.ratio(column("nll"), tokens),
-        "accuracy": bootstrap.ratio(column("hits"), tokens),
-        "first_token": bootstrap.mean(column("first")),
-        "first_5": bootstrap.mean(column("first5")),
+    return {key: bootstrap.mean(_column(records, key)) for key in answered} | {
+        "nll": bootstrap.ratio(_column(records, "nll"), tokens),
+        "accuracy": bootstrap.ratio(_column(records, "hits"), tokens),
+        "first_token": bootstrap.mean(_column(records, "first")),
+        "first_5": bootstrap.mean(_column(records, "first5")),
     }
 
 

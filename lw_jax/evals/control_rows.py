@@ -182,22 +182,42 @@ def _read(
                     bench.answer_program(request.fields, request.reader, request.prompt, most)
                     for request in _ask(bench, host, rows, latents)
                 )
-            batch, valid = host["index"].tolist(), host["valid"]
             for request in _ask(bench, host, rows, latents):
-                name, row, slots = request.reader, request.row, request.slots
-                predictions, scores = bench.answer(request.fields, name, request.prompt, max_new_tokens=most)
-                groups.append(
-                    [
-                        {"reader": name, "row": row, "index": index, "text": texts[index]}
-                        | judge(encoded.examples[index], predictions[position])
-                        | {key: float(value[position]) for key, value in scores.items()}
-                        | {"positions": float(positions(encoded, name, row, index, slots=int(slots[position])))}
-                        for position, (index, real) in enumerate(zip(batch, valid, strict=True))
-                        if real
-                    ]
-                )
+                name, row = request.reader, request.row
+                outputs = bench.answer(request.fields, name, request.prompt, max_new_tokens=most)
+                taken = [
+                    positions(encoded, name, row, index, slots=int(slots))
+                    for index, slots in zip(host["index"], request.slots, strict=True)
+                ]
+                groups.append(records_of(encoded, host, name, row, outputs, taken, texts))
                 done.advance()
     return merge(groups)
+
+
+def records_of(  # noqa: PLR0913
+    encoded: Encoded,
+    host: Mapping[str, Any],
+    name: str,
+    row: str,
+    outputs: tuple[list[str] | None, dict[str, np.ndarray]],
+    taken: Sequence[float],
+    texts: Sequence[int],
+) -> list[Record]:
+    """Returns one reader's records of one row of a batch, of its real examples.
+
+    `outputs`: of `Session.answer`; no predictions where nothing was generated. `taken`: the positions of each example's
+    context; `texts`: of `number_texts`.
+    """
+    predictions, scores = outputs
+    records = []
+    for position, index in enumerate(host["index"].tolist()):
+        if host["valid"][position]:
+            record: Record = {"reader": name, "row": row, "index": index, "text": texts[index]}
+            if predictions is not None:
+                record |= judge(encoded.examples[index], predictions[position])
+            record |= {key: float(value[position]) for key, value in scores.items()}
+            records.append(record | {"positions": float(taken[position])})
+    return records
 
 
 class _Request(NamedTuple):

@@ -44,7 +44,7 @@ def sweep(
     `encoder` is the fingerprint that messages carry.
     """
     indices = _indices(measured, options)
-    bootstrap = Bootstrap([measured.encoded.examples[index].context for index in indices], seed=seed)
+    bootstrap = Bootstrap(texts_of(measured, options), seed=seed)
     points, sizes = [], _sizes(measured, sent)
     total = -(-len(indices) // options.batch) * len(BITS) * len(measured.encoded.readers)
     for number, size in enumerate(sizes, 1):
@@ -143,31 +143,23 @@ def _send(
 
     The messages are packed and unpacked; the encoder must not quantise them before.
     """
-    functions = bench.functions
+    functions, texts = bench.functions, control_rows.number_texts(sized)
     for host in batches_of(sized, indices, options.batch, share=processes.share()):
         channel, source = host["source"]["channel"], functions.place(host["source"], None)
         latents = np.asarray(functions.fetch(bench.encode(source), None), np.float32)
         placed = {name: functions.place(fields, name) for name, fields in host["readers"].items()}
-        real = [(position, index) for position, index in enumerate(host["index"].tolist()) if host["valid"][position]]
+        real = np.flatnonzero(host["valid"])
         for bits in BITS:
             received, framed = _round_trip(latents, channel, bits=bits, encoder=encoder)
             for name, fields in placed.items():
                 prompt = bench.prompt(fields, name, row=ROW, latents=functions.place(received, None))
-                predictions = None
                 if options.curve == "f1":
-                    predictions, scores = bench.answer(fields, name, prompt, max_new_tokens=options.max_new_tokens)
+                    outputs = bench.answer(fields, name, prompt, max_new_tokens=options.max_new_tokens)
                 else:
-                    scores = bench.score(fields, name, prompt)
-                records: list[tuple[int, Record]] = []
-                for position, index in real:
-                    record = {key: float(value[position]) for key, value in scores.items()}
-                    slots = int(channel[position, 0])
-                    taken = control_rows.positions(sized, name, ROW, index, slots=slots)
-                    record |= {"slots": slots, "framed_bytes": framed[position], "positions": taken}
-                    if predictions is not None:
-                        record |= control_rows.judge(sized.examples[index], predictions[position])
-                    records.append((bits, {"reader": name, "row": ROW, "index": index} | record))
-                yield records
+                    outputs = None, bench.score(fields, name, prompt)
+                records = control_rows.records_of(sized, host, name, ROW, outputs, channel[:, 0] + 1, texts)
+                sizes = [{"slots": int(channel[place, 0]), "framed_bytes": framed[place]} for place in real]
+                yield [(bits, record | size) for record, size in zip(records, sizes, strict=True)]
 
 
 def _round_trip(latents: np.ndarray, channel: np.ndarray, *, bits: int, encoder: str) -> tuple[np.ndarray, list[int]]:

@@ -44,25 +44,45 @@ def check_questions(questions: Iterable[str], *, name: str = "question") -> None
 class Answering:
     """Frozen readers that answer questions from a message or from the text itself.
 
-    A subclass has `recipe`, `frozen` and `functions`, and says in `_prompts` how a reader is given a message.
+    A subclass has `recipe`, `frozen` and `functions`, opens its kind of messages and makes prompts of them.
     """
 
     recipe: Any
     frozen: Tree
     functions: Any  # `WireFunctions`, or those of a kind
 
-    def _prompts(self, pairs: list[tuple[bytes, str]], reader: str) -> Iterator[tuple[wire.Prompt, int]]:
-        """Yields a reader's prompts on its mesh and how many of their rows are real, config.eval.batch at a time."""
+    def _open(self, message: bytes, reader: str, *, whole: bool = False) -> Any:
+        """Returns what a message says to a reader.
+
+        Raises UserError for one that is not of this wire; `whole`: or that has not the same keys in all heads.
+        """
         raise NotImplementedError
 
-    def _parts(self, pairs: list[tuple[bytes, str]]) -> Iterator[tuple[list[tuple[bytes, str]], int]]:
-        """Yields the questions in parts of config.eval.batch, and how many rows each takes."""
+    def prompt(
+        self, opened: list[Any], questions: list[str], reader: str, rows: int = 1, *, whole: bool = False
+    ) -> wire.Prompt:
+        """Returns a reader's prompt of opened messages, each with its question, filled up to so many rows.
+
+        `whole`: its memory is that of all keys, where it might be that of the kept ones alone.
+        """
+        raise NotImplementedError
+
+    def _prompts(
+        self, pairs: list[tuple[bytes, str]], reader: str, *, whole: bool = False
+    ) -> Iterator[tuple[wire.Prompt, int]]:
+        """Yields a reader's prompts on its mesh and how many of their rows are real, config.eval.batch at a time."""
+        self._check_reader(reader)
+        check_questions(question for _, question in pairs)
+        different = dict.fromkeys(message for message, _ in pairs)
+        opened = {message: self._open(message, reader, whole=whole) for message in different}
         data = self.recipe.placement.data
         most = max(1, self.recipe.cfg.eval.batch // data) * data
         for start in range(0, len(pairs), most):
             part = pairs[start : start + most]
             # Powers of two, so that numbers of questions share programs.
-            yield part, min(most, place.round_up(1 << (len(part) - 1).bit_length(), data))
+            rows = min(most, place.round_up(1 << (len(part) - 1).bit_length(), data))
+            messages, questions = [opened[message] for message, _ in part], [question for _, question in part]
+            yield self.prompt(messages, questions, reader, rows, whole=whole), len(part)
 
     @overload
     def read(self, message: bytes, reader: str, question: str, *, stream: Literal[False] = False) -> str: ...
@@ -110,17 +130,26 @@ class Answering:
                 args = self.frozen[reader], prompt, reader, self.recipe.cfg.eval.max_new_tokens
                 yield self.functions.generate_program(reader), args
 
-    def _kv_prompts(self, prompts: Iterable[tuple[wire.Prompt, int]], reader: str) -> list[KVPrompt]:
-        """Returns the real rows of prompts whose keys and values every head has whole, without padding."""
+    @overload
+    def prefix_kv(self, message: bytes, reader: str, question: str) -> KVPrompt: ...
+    @overload
+    def prefix_kv(self, message: bytes | Several, reader: str, question: Questions) -> list[KVPrompt]: ...
+    def prefix_kv(self, message: bytes | Several, reader: str, question: str | Questions) -> KVPrompt | list[KVPrompt]:
+        """Returns the keys and values that `read` puts before a reader's prompt, and the embeddings behind them.
+
+        Shapes: `KVPrompt`. Several questions (as in `read`): a list. Raises UserError for an unknown reader, a message
+        of another encoder, a wire with adapter.kind="embeddings", and of encoder.kind="cache" a message of fewer
+        positions than its text: there each head has tokens of its own.
+        """
         kv_prompts = []
-        for prompt, count in prompts:
+        for prompt, count in self._prompts(pair(message, question), reader, whole=True):
             cache = self.functions.open_cache(self.frozen[reader], prompt, reader)
             both, valid = np.stack([to_host(cache.k), to_host(cache.v)], axis=1), np.asarray(cache.valid)
             x, mask = to_host(prompt.embeddings), np.asarray(prompt.mask)
             for row in range(count):
                 keys_values = both[:, :, row, valid[row]].swapaxes(2, 3)[:, :, None]
                 kv_prompts.append(KVPrompt(np.ascontiguousarray(keys_values), x[row, mask[row]]))
-        return kv_prompts
+        return kv_prompts[0] if isinstance(question, str) else kv_prompts
 
     def _check_reader(self, reader: str) -> None:
         known = self.recipe.wire.readers

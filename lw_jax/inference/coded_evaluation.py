@@ -39,11 +39,11 @@ def measure(
     there are not measured again: of the same wire, program, data and options but for rows and batch.
     """
     recipe, options = wire.recipe, wire.recipe.cfg.eval
-    encoded = recipe.encode(recipe.examples("validation"))
+    encoded = recipe.encode(recipe.curriculum.examples("validation"))
     say("held-out data: " + "\n".join(encoded.describe()))
     rows = _rows(options.rows, several=not one_context(encoded.examples), say=say)
-    indices, bench = spread(len(encoded), options.examples), recipe.bench(wire.codes, wire.frozen, wire.functions)
-    bench = dataclasses.replace(bench, taught=taught)
+    indices, ratio = spread(len(encoded), options.examples), recipe.cfg.encoder.ratio
+    bench = cache_rows.CacheSession(wire.functions, wire.frozen, recipe.tokenizers, wire.codes, ratio, taught=taught)
     _check_positions(wire, encoded, indices)
     swapped, changed = None, [row for row in rows if ROWS[row].swapped]
     if changed:

@@ -2,8 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Iterator, Sequence
-from typing import overload
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -15,7 +14,7 @@ from lw_jax.core.types import Example, Tree
 from lw_jax.data import batches, prompt_tokens
 from lw_jax.evals import cache_functions, cache_rows
 from lw_jax.evals.cache_functions import CacheFunctions
-from lw_jax.inference.answering import Answering, KVPrompt, Questions, Several, check_questions, pair
+from lw_jax.inference.answering import Answering
 from lw_jax.models import cache_codec, cache_message, decoder, wire
 from lw_jax.models.cache_codec import Coding, Section
 from lw_jax.models.cache_message import Sent
@@ -91,12 +90,10 @@ class CodedWire(Answering):
             for key, tokens in ids.items()
         }
         placed, code = self._put(fields, mesh), self.codes[name]
-        sizes = cache_functions.sizes_if_fitted(code, columns["own"], ratios[0])
-        reading = self.functions.read_twice(self.frozen[name], placed, name, sizes is not None)
-        rows = len(placed["own"]["mask"])
-        counts = [cache_functions.count_kept(code, np.full(rows, length), ratio) for ratio in ratios]
-        steps = cache_functions.steps_of(code, rows, ratios[0])
-        sent = self.functions.encode(code, reading, placed["before"]["mask"], counts, steps, name, sizes)
+        keep_queries = cache_functions.is_fitted(code, ratios[0])
+        reading = self.functions.read_twice(self.frozen[name], placed, name, keep_queries)
+        lengths = np.full(len(placed["own"]["mask"]), length)
+        sent = self.functions.write(code, reading, placed["before"]["mask"], lengths, ratios, name)
         return cache_message.to_section(dict(zip(ratios, jax.device_get(sent), strict=True)), length)
 
     def describe(self, message: bytes) -> str:
@@ -116,33 +113,14 @@ class CodedWire(Answering):
         self._check_reader(reader)
         return cache_codec.unpack(message, self.codings[reader])
 
-    @overload
-    def prefix_kv(self, message: bytes, reader: str, question: str) -> KVPrompt: ...
-    @overload
-    def prefix_kv(self, message: bytes | Several, reader: str, question: Questions) -> list[KVPrompt]: ...
-    def prefix_kv(self, message: bytes | Several, reader: str, question: str | Questions) -> KVPrompt | list[KVPrompt]:
-        """Returns a message of all positions as the keys and values that transformers' caches hold, and the question.
-
-        Shapes: `KVPrompt`; the keys are turned at their positions, as transformers stores them. Several questions (as
-        in `read`): a list. Raises UserError for a message of fewer positions: there each head has tokens of its own.
-        """
-        prompts = self._kv_prompts(self._prompts(pair(message, question), reader, whole=True), reader)
-        return prompts[0] if isinstance(question, str) else prompts
-
-    def _prompts(
-        self, pairs: list[tuple[bytes, str]], reader: str, *, whole: bool = False
-    ) -> Iterator[tuple[wire.Prompt, int]]:
-        self._check_reader(reader)
-        check_questions(question for _, question in pairs)
-        opened = {message: self.section(message, reader) for message in dict.fromkeys(message for message, _ in pairs)}
-        if whole and (least := max(map(self._ratio_of, opened.values()))) > 1:
+    def _open(self, message: bytes, reader: str, *, whole: bool = False) -> Section:
+        section = self.section(message, reader)
+        if whole and (ratio := self._ratio_of(section)) > 1:
             raise UserError(
-                f"prefix_kv: a message at ratio={least}: each head keeps tokens of its own, and caches of transformers "
+                f"prefix_kv: a message at ratio={ratio}: each head keeps tokens of its own, and caches of transformers "
                 "have the same in all heads; write the text with ratio=1"
             )
-        for part, rows in self._parts(pairs):
-            sections, questions = [opened[message] for message, _ in part], [question for _, question in part]
-            yield self.prompt(sections, questions, reader, rows, whole=whole), len(part)
+        return section
 
     def _ratio_of(self, section: Section) -> int:
         if not section.ratios or (self.ratio is not None and self.ratio not in section.ratios):
@@ -151,20 +129,16 @@ class CodedWire(Answering):
         return section.ratios[0] if self.ratio is None else self.ratio
 
     def prompt(
-        self, sections: list[Section], questions: list[str], reader: str, rows: int = 1, *, whole: bool = False
+        self, opened: list[Section], questions: list[str], reader: str, rows: int = 1, *, whole: bool = False
     ) -> wire.Prompt:
-        """Returns a reader's prompt of opened messages, each with its question, filled up to so many rows.
-
-        Its memory is that of the keys that are kept, where the reader can have them apart; `whole`: that of all keys.
-        """
         examples = [Example(question, "?", question, ()) for question in questions]
         batch = batches.encode_prompts(examples, layout=self.recipe.layout)
         fields = self._put(batch["readers"][reader], self.functions.mesh_of(reader), rows)
-        columns = place.round_up(max(len(section.numbers) for section in sections), COLUMNS)
+        columns = place.round_up(max(len(section.numbers) for section in opened), COLUMNS)
         code, params = self.codes[reader], self.frozen[reader]
         width = self.trainable["codes"][reader]["variance"].shape[0]
-        ratios = [self._ratio_of(section) for section in sections]
-        messages = [cache_message.of_section(part, width, columns, r) for part, r in zip(sections, ratios, strict=True)]
+        ratios = [self._ratio_of(section) for section in opened]
+        messages = [cache_message.of_section(part, width, columns, r) for part, r in zip(opened, ratios, strict=True)]
         sent, mask = _stack(messages, len(fields["after"]["mask"]))
         if whole or not self.functions.packs(reader):
             return self.functions.prompt_from_cache(params, code, fields, sent, mask, reader)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 import msgspec
+import numpy as np
 
 from lw_jax.core import eval_rows, processes
 from lw_jax.core.config import Eval
@@ -36,6 +37,7 @@ from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.models import decoder
 from lw_jax.planning.generation_memory import generation
 from lw_jax.recipes.latentwire import LatentWire
+from lw_jax.recipes.wire_readers import WireReaders
 from lw_jax.training import evaluation_memory, memory_limit, out_of_memory
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
@@ -70,7 +72,9 @@ def _evaluate_latents(wire: TrainedWire) -> Evaluation:
     batch = _batch(wire.recipe)
     bench = _bench(wire, batch)
     measured = measure(wire, batch, bench)
-    latents = measured.latents[different_inputs(measured)]
+    texts = control_rows.number_texts(measured.encoded)
+    _, first = np.unique([texts[index] for index in measured.indices], return_index=True)
+    latents = measured.latents[np.sort(first)]  # each text's once
     curve = None
     if cfg.eval.curve != "none":
         named = {"sent": cfg.stages.answer, "encoder": wire.encoder_fingerprint, "seed": cfg.seed}
@@ -104,9 +108,7 @@ def _evaluate_latents(wire: TrainedWire) -> Evaluation:
 
 def _evaluate_coded(wire: CodedWire, folder: Path | None) -> Evaluation:
     """Returns the rows of a wire of kind "cache"; it has no latents whose geometry could be measured, and no curve."""
-    cfg = wire.recipe.cfg
-    multiple = wire.recipe.placement.data
-    batch = out_of_memory.HalvingBatch(place.round_up(cfg.eval.batch, multiple), multiple=multiple, say=_say)
+    cfg, batch = wire.recipe.cfg, _batch(wire.recipe)
     settings: Any = {"say": _say, "folder": folder, "taught": _teach(wire, batch)}
     measured = _fitting(
         batch, cfg.eval, lambda options: coded_evaluation.measure(wire, batch=options.batch, **settings)
@@ -246,14 +248,6 @@ def describe(found: Evaluation) -> str:
     return "\n".join(lines)
 
 
-def different_inputs(measured: control_rows.Measured) -> list[int]:
-    """Returns the first position of each encoded text: questions about one context may share its latents."""
-    first: dict[str, int] = {}
-    for position, index in enumerate(measured.indices):
-        first.setdefault(measured.encoded.examples[index].context, position)
-    return list(first.values())
-
-
 def _bench(wire: TrainedWire, batch: out_of_memory.HalvingBatch) -> control_rows.WireSession:
     taught = _teach(wire, batch)
     return control_rows.WireSession(wire.functions, wire.frozen, wire.recipe.tokenizers, wire.trainable, taught=taught)
@@ -267,10 +261,12 @@ def _teach(wire: TrainedWire | CodedWire, batch: out_of_memory.HalvingBatch) -> 
     return _fitting(batch, options, lambda cfg: taught_text.teach(wire.recipe, wire.frozen, batch=cfg.batch, say=_say))
 
 
-def _batch(recipe: LatentWire) -> out_of_memory.HalvingBatch:
+def _batch(recipe: WireReaders) -> out_of_memory.HalvingBatch:
     cfg, multiple = recipe.cfg, recipe.placement.data
-    size, limit = place.round_up(cfg.eval.batch, multiple), memory_limit.local(cfg)
-    if jax.process_count() > 1 and limit:  # where memory runs out they cannot agree on another one
+    size = place.round_up(cfg.eval.batch, multiple)
+    if jax.process_count() > 1 and (
+        limit := memory_limit.local(cfg)
+    ):  # where memory runs out they cannot agree on another one
         generates = generation(StepSpec(cfg, recipe))
         assert generates is not None, "a wire does"
         estimate = evaluation_memory.of(generates, limit)

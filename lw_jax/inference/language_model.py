@@ -18,7 +18,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.precision import DTYPES, Precision
 from lw_jax.core.progress import phase
 from lw_jax.core.types import Tree
-from lw_jax.data import prompt_tokens
+from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
 from lw_jax.hub import sources
 from lw_jax.hub import weights as files
@@ -98,8 +98,9 @@ class LM:
     _logits: Callable[..., jax.Array]  # (params, ids, mask) -> as `logits`
     _continue: Callable[..., jax.Array]  # (params, ids, mask, key, sampling) -> new ids [b n], -1 after the stop
 
-    def __init__(self, location: Path, config: Any, params: Tree, *, tokenizer: Tokenizer | None = None):
-        self.location, self.config, self.params, self._tokenizer = location, config, params, tokenizer
+    def __init__(self, location: Path, config: Any, params: Tree, *, mode: Any, tokenizer: Tokenizer | None = None):
+        self.location, self.config, self.params, self.mode = location, config, params, mode
+        self._tokenizer = tokenizer
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -131,14 +132,10 @@ class LM:
             raise UserError(f"generate: texts={list(texts)!r}: give at least one, each of at least one token")
         width = max(map(len, rows))
         self._check_positions(width + max_new_tokens)
-        ids = np.full((len(rows), width), self.tokenizer.pad, np.int32)
-        mask = np.zeros(ids.shape, bool)
-        for row, (padded, tokens) in enumerate(zip(ids, rows, strict=True)):
-            padded[width - len(tokens) :] = tokens
-            mask[row, width - len(tokens) :] = True
+        prompts = batches.Field(rows, width, self.tokenizer.pad, left=True).collate(range(len(rows)))
         sampling = decode.Sampling(max_new_tokens, tuple(self.tokenizer.stops), temperature)
         with phase("generating, which first compiles"):
-            out = self._continue_all(ids, mask, seed, sampling)
+            out = self._continue_all(prompts["ids"], prompts["mask"], seed, sampling)
         return [self.tokenizer.decode([int(token) for token in row if token >= 0]) for row in out]
 
     def _continue_all(self, ids: np.ndarray, mask: np.ndarray, seed: int, sampling: decode.Sampling) -> np.ndarray:
@@ -165,10 +162,6 @@ class LM:
 
 class DecoderLM(LM):
     """A causal decoder of any family."""
-
-    def __init__(self, location: Path, config: decoder.DecoderConfig, params: Tree, *, mode: decoder.Mode):
-        super().__init__(location, config, params)
-        self.mode = mode
 
     def _check_positions(self, needed: int) -> None:
         what, remedy = "generate: the longest text and its answer take", "shorten the text, or lower max_new_tokens"
@@ -200,8 +193,8 @@ class TTTLM(LM):
         tokenizer: Tokenizer | None = None,
         step: int = 0,
     ):
-        super().__init__(location, config, params, tokenizer=tokenizer)
-        self.mode, self.step = mode, step
+        super().__init__(location, config, params, mode=mode, tokenizer=tokenizer)
+        self.step = step
 
     def save(self, folder: Path) -> None:
         files.save_ttt(folder, self.params, self.config, tokenizer=self.tokenizer.backend)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import overload
 
@@ -18,16 +18,7 @@ from lw_jax.core.types import SHARED, Example, Tree
 from lw_jax.data import batches
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import sources, wire_repository
-from lw_jax.inference.answering import (
-    SINGLE,
-    Answering,
-    KVPrompt,
-    Questions,
-    Several,
-    check_questions,
-    pair,
-    to_host,
-)
+from lw_jax.inference.answering import SINGLE, Answering, Questions, Several, pair, to_host
 from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.models import codec, wire
 from lw_jax.planning import planner
@@ -145,7 +136,7 @@ class TrainedWire(Answering):
         self._check_reader(reader)
         prefixes = []
         for framed in (bytes(message),) if isinstance(message, SINGLE) else message:
-            frame, latents = self._open(framed)
+            frame, latents = self._open(framed, reader)
             placed = self._put(latents[None], self.functions.mesh_of(reader))
             prefix = self.functions.prefix(self.trainable, placed, reader)
             assert isinstance(prefix, jax.Array), "a wire of embeddings"
@@ -174,26 +165,16 @@ class TrainedWire(Answering):
             embeddings += [x[row, mask[row]] for row in range(count)]
         return embeddings[0] if isinstance(question, str) else embeddings
 
-    @overload
-    def prefix_kv(self, message: bytes, reader: str, question: str) -> KVPrompt: ...
-    @overload
-    def prefix_kv(self, message: bytes | Several, reader: str, question: Questions) -> list[KVPrompt]: ...
-    def prefix_kv(self, message: bytes | Several, reader: str, question: str | Questions) -> KVPrompt | list[KVPrompt]:
-        """Returns the keys and values that `read` puts before a reader's prompt, and the embeddings behind them.
-
-        Shapes: `KVPrompt`. Several questions (as in `read`): a list. Raises UserError for a wire with
-        adapter.kind="embeddings", an unknown reader and a message of another encoder.
-        """
-        self._check_kind("kv", "prefix_kv")
-        prompts = self._kv_prompts(self._prompts(pair(message, question), reader), reader)
-        return prompts[0] if isinstance(question, str) else prompts
-
     def _check_kind(self, kind: str, name: str) -> None:
         actual, other = self.recipe.cfg.adapter.kind, {"kv": "prompt_embeds", "embeddings": "prefix_kv"}[kind]
         if actual != kind:
             raise UserError(f"{name}: this wire has config.adapter.kind={actual!r}, it needs {kind!r}; call `{other}`")
 
-    def _open(self, message: bytes) -> tuple[codec.Frame, np.ndarray]:
+    def _open(self, message: bytes, reader: str, *, whole: bool = False) -> tuple[codec.Frame, np.ndarray]:
+        """Returns a message's frame and its latents f32 [m z], zeros beyond its own, the same for all readers."""
+        del reader
+        if whole:
+            self._check_kind("kv", "prefix_kv")
         encoder = self.recipe.cfg.encoder
         frame = codec.read_frame(message, encoder=self.encoder_fingerprint)
         resolve_channel(encoder, bits=frame.bits, slots=frame.slots, width=frame.width)
@@ -201,17 +182,20 @@ class TrainedWire(Answering):
         latents[: frame.slots, : frame.width] = codec.unpack(message, encoder=self.encoder_fingerprint)
         return frame, latents
 
-    def _prompts(self, pairs: list[tuple[bytes, str]], reader: str) -> Iterator[tuple[wire.Prompt, int]]:
-        self._check_reader(reader)
-        check_questions(question for _, question in pairs)
-        opened = {message: self._open(message) for message in dict.fromkeys(message for message, _ in pairs)}
-        mesh = self.functions.mesh_of(reader)
-        for part, rows in self._parts(pairs):
-            examples = [Example(question, "?", question, ()) for _, question in part]
-            batch = batches.encode_prompts(examples, layout=self.recipe.layout)
-            frames, latents = zip(*(opened[message] for message, _ in part), strict=True)
-            channel = np.asarray([(frame.slots, frame.width, frame.bits) for frame in frames], np.int32)
-            fields = self._put(batch["readers"][reader] | {"channel": channel}, mesh, rows)
-            placed = self._put(np.stack(latents), mesh, rows)
-            params = self.frozen[reader]
-            yield self.functions.prompt_from_latents(self.trainable, params, fields, placed, reader), len(part)
+    def prompt(
+        self,
+        opened: list[tuple[codec.Frame, np.ndarray]],
+        questions: list[str],
+        reader: str,
+        rows: int = 1,
+        *,
+        whole: bool = False,
+    ) -> wire.Prompt:
+        del whole  # every head has all keys
+        mesh, params = self.functions.mesh_of(reader), self.frozen[reader]
+        examples = [Example(question, "?", question, ()) for question in questions]
+        batch = batches.encode_prompts(examples, layout=self.recipe.layout)
+        channel = np.asarray([(frame.slots, frame.width, frame.bits) for frame, _ in opened], np.int32)
+        fields = self._put(batch["readers"][reader] | {"channel": channel}, mesh, rows)
+        placed = self._put(np.stack([latents for _, latents in opened]), mesh, rows)
+        return self.functions.prompt_from_latents(self.trainable, params, fields, placed, reader)

@@ -51,7 +51,7 @@ WEIGHED = 0.25  # power of a layer's share of the table at a quarter, which weig
 
 def start(recipe: "CacheWire", frozen: Tree) -> dict[str, Tree]:
     ratio, most = recipe.cfg.encoder.ratio, MOST_HELD_OUT[recipe.placement.platform]
-    train, held_out = _divide(recipe.examples("train"), recipe.cfg.encoder.texts, most)
+    train, held_out = _divide(recipe.curriculum.examples("train"), recipe.cfg.encoder.texts, most)
     encoded, functions, codes = recipe.encode(held_out), recipe.functions, {}
     for name in recipe.wire.readers:
         begun = time.monotonic()

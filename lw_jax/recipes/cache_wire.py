@@ -65,10 +65,6 @@ class CacheWire(WireReaders):
         """Returns each reader's code on its mesh."""
         return {name: place.replicate(trainable["codes"][name], at.mesh) for name, at in self.placement.readers.items()}
 
-    def bench(self, codes: dict[str, Tree], frozen: Tree, functions: CacheFunctions) -> cache_rows.CacheSession:
-        """Returns what evaluation rows are measured with."""
-        return cache_rows.CacheSession(functions, frozen, self.tokenizers, codes, self.cfg.encoder.ratio)
-
     # --- data
 
     @functools.cached_property
@@ -79,9 +75,6 @@ class CacheWire(WireReaders):
     def curriculum(self) -> Curriculum:
         attach = functools.partial(cache_rows.attach, layout=self.layout)
         return Curriculum(self.cfg, self.layout, self.tokenizers, attach, rows=("context",))
-
-    def examples(self, split: examples.Split) -> list[Example]:
-        return self.curriculum.examples(split)
 
     def encode(self, found: Sequence[Example]) -> Encoded:
         """Returns questions as token ids, with the fields of all rows."""
@@ -145,4 +138,4 @@ class CacheWire(WireReaders):
 
     def content(self) -> dict[str, str]:
         """Returns hashes of the questions of both splits."""
-        return {split: examples.digest(self.examples(split)) for split in ("train", "validation")}
+        return {split: examples.digest(self.curriculum.examples(split)) for split in ("train", "validation")}

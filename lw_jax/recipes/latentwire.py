@@ -91,9 +91,7 @@ class LatentWire(WireReaders):
         if spec.body and spec.pairs is None:
             body = frozen_models.BODIES[self.cfg.encoder.kind].abstract(spec.body)
         sizes = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.wire.readers}
-        trainable = jax.eval_shape(
-            lambda key, body, sizes: self.wire.init(key, body=body, embedding_rms=sizes), rngs.abstract(), body, sizes
-        )
+        trainable = jax.eval_shape(self._init, rngs.abstract(), body, sizes)
         frozen = self._abstract_readers()
         if spec.pairs is not None and isinstance(spec.body, DecoderConfig):
             frozen[SHARED] = frozen_models.abstract_body(spec.body, spec.precision)
@@ -109,6 +107,9 @@ class LatentWire(WireReaders):
         trainable = rules.shardings(tables.TRAINABLE, shapes.trainable, self.placement.learner, name="trainable")
         return Weights(trainable, frozen)
 
+    def _init(self, key: jax.Array, body: Tree | None, sizes: dict[str, jax.Array]) -> Tree:
+        return self.wire.init(key, body=body, embedding_rms=sizes)
+
     def build(self, frozen: Tree | None = None) -> Weights:
         placed = self.shardings()
         readers: Tree = self.load_frozen() if frozen is None else frozen
@@ -116,12 +117,7 @@ class LatentWire(WireReaders):
         if self.body_location and self.wire.encoder.body and self.wire.encoder.pairs is None:
             body = frozen_models.BODIES[self.cfg.encoder.kind].load(self.body_location, self.wire.encoder.body.layers)
         key = rngs.stream(self.cfg.seed, "trainable")
-        init = jax.jit(
-            lambda key, body, sizes: self.wire.init(
-                key, body=body, embedding_rms={name: size.reshape(()) for name, size in sizes.items()}
-            ),
-            out_shardings=placed.trainable,
-        )
+        init = jax.jit(self._init, out_shardings=placed.trainable)
         trainable = init(key, body, place.replicate(self._embedding_sizes(readers), self.placement.learner))
         for start in self._starts():
             trainable = jax.device_put(start(trainable, readers), placed.trainable)
@@ -142,8 +138,9 @@ class LatentWire(WireReaders):
             yield self._align_adapters
 
     def _embedding_sizes(self, readers: Tree) -> dict[str, jax.Array]:
-        """Returns the RMS [1 1] of each reader's embeddings."""
-        return {name: adapter.rms(readers[name]["embed"].astype(jnp.float32), axis=None) for name in self.wire.readers}
+        """Returns the RMS of each reader's embeddings, scalars."""
+        embeddings = {name: readers[name]["embed"].astype(jnp.float32) for name in self.wire.readers}
+        return {name: adapter.rms(table, axis=None).reshape(()) for name, table in embeddings.items()}
 
     def _read_encoder(self, trainable: Tree, frozen: Tree) -> Tree:
         del frozen
@@ -202,7 +199,7 @@ class LatentWire(WireReaders):
                 target = place.replicate(readers[name]["embed"], self.placement.learner)
                 kernel = jax.jit(alignment.linear_map)(table, projection, target, pieces)
                 zeros = jax.tree.map(jnp.zeros_like, params["down"])
-                adapters[name] = params | {"skip": {"kernel": kernel}, "down": zeros, "gain": sizes[name].reshape(())}
+                adapters[name] = params | {"skip": {"kernel": kernel}, "down": zeros, "gain": sizes[name]}
             return jax.block_until_ready(trainable | {"adapters": adapters})
 
     def load_frozen(self) -> Tree:
@@ -358,7 +355,5 @@ def _embedding(trainable: Tree, frozen: Tree) -> jax.Array:
 def _match_pieces(body: Tokenizer, reader: Tokenizer, count: int) -> jax.Array:
     """Returns i32 [v n]: a reader's ids of each of the encoder's `count` token strings, -1 beyond their end."""
     texts = [body.decode([index]) if index < body.vocab else "" for index in range(count)]
-    pieces = np.full((count, PIECES), -1, np.int32)
-    for row, ids in zip(pieces, reader.encode_batch(texts), strict=True):
-        row[: len(ids)] = ids[:PIECES]
-    return jnp.asarray(pieces)
+    pieces = [np.array(ids[:PIECES], np.int32) for ids in reader.encode_batch(texts)]
+    return jnp.asarray(batches.Field(pieces, PIECES, -1, left=False).collate(range(count))["ids"])

@@ -12,7 +12,7 @@ import numpy as np
 from lw_jax.core import precision
 from lw_jax.core.config import Config
 from lw_jax.core.types import Tree
-from lw_jax.data.batches import Batch
+from lw_jax.data.batches import Batch, Field
 from lw_jax.data.frozen_cache import Store, key_of
 from lw_jax.data.prompt_tokens import MARGIN, WIDEST
 from lw_jax.data.tokens import load_tokenizer, marked
@@ -106,13 +106,11 @@ class Surprisal:
         """Returns {"ids", "mask", "targets"} on the devices; "ids" has the beginning before the targets."""
         longest = max(max(map(len, windows)), 1)
         width = min(place.round_up(longest, MULTIPLE), self.window)
-        ids = np.full((len(windows), len(self.begin) + width), self.tokenizer.pad, np.int32)
-        targets, mask = np.zeros((len(windows), width), np.int32), np.zeros(ids.shape, bool)
-        for row, window in enumerate(windows):
-            inputs = [*self.begin, *window]
-            ids[row, : len(inputs)], mask[row, : len(inputs)] = inputs, True
-            targets[row, : len(window)] = window
-        return place.put_eval({"ids": ids, "mask": mask, "targets": targets}, self.mesh)
+        whole = [np.append(np.array(self.begin, np.int32), window) for window in windows]
+        inputs = Field(whole, len(self.begin) + width, self.tokenizer.pad, left=False)
+        targets = Field(list(windows), width, 0, left=False)
+        rows = range(len(windows))
+        return place.put_eval(inputs.collate(rows) | {"targets": targets.collate(rows)["ids"]}, self.mesh)
 
     def _nll(self, params: Tree, batch: Tree) -> jax.Array:
         """Returns f32[b t] of a batch {"ids", "mask", "targets"}: each target's NLL, with the body's own head."""

@@ -11,7 +11,6 @@ import pytest
 
 from lw_jax.core import compiling, eval_rows
 from lw_jax.core.types import Example
-from lw_jax.data.batches import other_examples
 from lw_jax.data.examples import spread
 from lw_jax.evals import comparison, control_rows, message_latents, swaps, verdict
 from tests import tiny
@@ -102,23 +101,6 @@ def test_rows_of_a_random_wire_really_differ(measured):
         assert (difference > DIFFERENT).sum() >= COUNT - 1, (one, other, difference)
 
 
-def test_shuffled_row_reads_the_other_example_s_latents(measured):
-    recipe, functions, built, found, records = measured
-    encoded = found.encoded
-    index = {example.id: position for position, example in enumerate(encoded.examples)}
-    chosen = [index[record["id"]] for record in records if record["row"] == "text"][:BATCH]
-    others = other_examples(encoded.examples)
-    batch = jax.tree.map(jnp.asarray, encoded.collate(chosen))
-    sent = jax.tree.map(jnp.asarray, encoded.collate([others[i] for i in chosen])["source"])
-    fields, params = batch["readers"]["qwen"], built.frozen["qwen"]
-    edges = {key: fields[key] for key in ("before", "after", "channel", "task")}
-    latents = functions.encode(built.trainable, sent)
-    prompt = functions.prompt_from_latents(built.trainable, params, edges, latents, "qwen")
-    answer = {key: fields[key] for key in ("answer_inputs", "targets", "weights")}
-    expected = functions.score(params, prompt, answer, "qwen")["nll"]
-    np.testing.assert_allclose(of_row(records, "shuffled")[:BATCH], expected, atol=SAME)
-
-
 def test_random_latents_have_the_moments_and_sizes_of_the_real_ones(measured):
     real = np.random.default_rng(1).normal(0.5, 2.0, (400, 3, 8)).astype(np.float32)
     real /= np.sqrt((real**2).mean(axis=2, keepdims=True))
@@ -202,19 +184,6 @@ def test_swap_replaces_every_occurrence_by_an_answer_of_the_same_kind():
     held = swapped("He came in 1999.", "1999", "4 July 1999", "2001")
     assert held == ("He came in 2001.", ("2001",)), "a new answer that holds the old one could not be told from it"
     assert swapped(r"a \1 b", r"\1", r"\2") == (r"a \2 b", (r"\2",))
-
-
-def contexts(*names):
-    return tuple(Example(str(i), name, "?", ("a",)) for i, name in enumerate(names))
-
-
-def test_other_example_has_another_context_wherever_there_is_one(measured):
-    assert other_examples(contexts("a", "a", "b", "b", "b", "c")) == [2, 2, 5, 5, 5, 0]
-    assert other_examples(contexts("a", "b", "a")) == [1, 2, 1]
-    assert other_examples(contexts("a", "a")) == [0, 1]
-    encoded = measured[-2].encoded
-    for mine, other in enumerate(other_examples(encoded.examples)):
-        assert encoded.examples[mine].context != encoded.examples[other].context
 
 
 SEED = {"seed": 0}

@@ -44,10 +44,11 @@ def pick(wire, said):
 def score(wire, position, answer):
     """Mean over readers of a candidate's NLL a token, each with its own latents; one candidate at a time."""
     recipe, built, bench, _, measured, answer_logits = wire
+    latents = measured.latents[[position]]
     example = measured.encoded.examples[measured.indices[position]]
     batch = batches.encode([dataclasses.replace(example, answers=(answer,))], layout=recipe.layout).collate([0])
     batch = jax.tree.map(jnp.asarray, batch)
-    latents, found = bench.functions.encode(built.trainable, batch["source"]), []
+    found = []
     for name, fields in batch["readers"].items():
         wire_fields = {key: fields[key] for key in ("before", "after", "channel", "task")}
         prompt = bench.functions.prompt_from_latents(built.trainable, built.frozen[name], wire_fields, latents, name)

@@ -108,11 +108,6 @@ def test_answers_are_generated_only_for_a_curve_of_f1(wire, found):
         assert point["nll"] == pytest.approx(same["nll"], abs=1e-5)
 
 
-def encoded_examples(wire):
-    measured = wire[-1]
-    return [measured.encoded.examples[measured.indices[i]] for i in (0, 2, 4)]
-
-
 def test_csv_and_picture_have_every_point_and_texts_are_coded_one_by_one(wire, found, tmp_path):
     quality_curve.write_csv(found, tmp_path / "bytes.csv")
     with (tmp_path / "bytes.csv").open(newline="", encoding="utf-8") as file:
@@ -125,6 +120,7 @@ def test_csv_and_picture_have_every_point_and_texts_are_coded_one_by_one(wire, f
     (panel,) = figure.axes
     drawn = [line.get_xydata() for line in panel.get_lines() if line.get_label() == "5 slots x 24"]
     np.testing.assert_allclose(drawn[0], sorted((p["framed_bytes"], p["nll"]) for p in found.points))
-    texts = [example.context.encode() for example in encoded_examples(wire)]
+    measured = wire[-1]
+    texts = [measured.encoded.examples[measured.indices[i]].context.encode() for i in (0, 2, 4)]
     assert found.text_bytes["UTF-8"] == np.mean([len(text) for text in texts])
     assert found.text_bytes["gzip"] == np.mean([len(gzip.compress(text, 9)) for text in texts])

@@ -1,6 +1,7 @@
 """What an evaluation leaves out or refuses: rows without a second text, swapped rows alone, prompts beyond a reader."""
 
 import contextlib
+import copy
 import dataclasses
 import json
 import types
@@ -19,44 +20,50 @@ from tests import tiny
 ALL = ("text", "latents", "shuffled", "ceiling", "none")
 
 
-def make(root, tmp_path, texts, answers=("3", "3", "3"), **changes):
-    """An untrained wire whose held-out questions are about these texts."""
+@pytest.fixture(scope="module")
+def untrained(root):
+    """A wire that takes texts beyond its reader's positions."""
+    return tiny.make_wire(root, only="llama", eval__curve="none", data__context_tokens=4000, encoder__windows=64)
+
+
+def ask(wire, tmp_path, texts, rows, answers=("3", "3", "3")):
+    """The wire, its held-out questions about these texts and asked in these rows."""
     file = tmp_path / "held_out.jsonl"
-    rows = [
+    questions = [
         {"context": text, "question": f"How many {i}?", "answers": [answer]}
         for i, (text, answer) in enumerate(zip(texts, answers, strict=False))
     ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return tiny.make_wire(root, only="llama", data__validation=str(file), **changes)
+    file.write_text("".join(json.dumps(row) + "\n" for row in questions), "utf-8")
+    asked, cfg = copy.copy(wire), wire.recipe.cfg
+    asked.recipe = copy.copy(wire.recipe)
+    data, options = dataclasses.replace(cfg.data, validation=str(file)), dataclasses.replace(cfg.eval, rows=rows)
+    asked.recipe.cfg = dataclasses.replace(cfg, data=data, eval=options)
+    return asked
 
 
-def test_rows_that_need_a_second_text_are_left_out_where_there_is_none(root, tmp_path, capsys):
-    wire = make(root, tmp_path, ["Mara has 3 lamps."] * 3, eval__rows=ALL, eval__curve="none")
-    found = evaluation.evaluate(wire)
+def test_rows_that_need_a_second_text_are_left_out_where_there_is_none(untrained, tmp_path, capsys):
+    texts = ["Mara has 3 lamps."] * 3
+    found = evaluation.evaluate(ask(untrained, tmp_path, texts, ALL))
     assert list(found.summary["llama"]) == ["text", "latents", "none"]
     said = capsys.readouterr().out
     assert "shuffled, ceiling" in said and "COLLAPSED" not in said
     assert "gap_nll" not in found.readers["llama"]
-    wire = make(root, tmp_path, ["Mara has 3 lamps."] * 3, eval__rows=("shuffled",), eval__curve="none")
     with pytest.raises(UserError, match=r"config.eval.rows: shuffled"):
-        evaluation.evaluate(wire)
+        evaluation.evaluate(ask(untrained, tmp_path, texts, ("shuffled",)))
 
 
-def test_swapped_rows_alone_are_measured(root, tmp_path):
-    texts, asked = ["Mara has 3 lamps.", "Tom owns 8 kites."], {"eval__rows": ("swapped", "swapped_text")}
-    found = evaluation.evaluate(make(root, tmp_path, texts, ("3", "8"), eval__curve="none", **asked))
+def test_swapped_rows_alone_are_measured(untrained, tmp_path):
+    texts, rows = ["Mara has 3 lamps.", "Tom owns 8 kites."], ("swapped", "swapped_text")
+    found = evaluation.evaluate(ask(untrained, tmp_path, texts, rows, ("3", "8")))
     assert list(found.summary["llama"]) == ["swapped", "swapped_text"]
     assert {record["answers"][0] for record in found.measured.records} == {"3", "8"}
 
 
-def test_prompts_beyond_a_reader_s_positions_are_refused(root, tmp_path):
-    long = {"data__context_tokens": 4000, "encoder__windows": 64, "eval__curve": "none"}
-    words = " ".join(["lamp"] * 300)
-    wire = make(root, tmp_path, [f"Mara has 3 {words}.", "Tom has 3."], eval__rows=("text", "none"), **long)
+def test_prompts_beyond_a_reader_s_positions_are_refused(untrained, tmp_path):
+    texts = [f"Mara has 3 {' '.join(['lamp'] * 300)}.", "Tom has 3."]
     with pytest.raises(UserError, match=r"reader 'llama': .* 512; "):
-        evaluation.measure(wire)
-    short = make(root, tmp_path, [f"Mara has 3 {words}.", "Tom has 3."], eval__rows=("latents", "none"), **long)
-    assert evaluation.measure(short).records, "no row reads the text"
+        evaluation.measure(ask(untrained, tmp_path, texts, ("text", "none")))
+    assert evaluation.measure(ask(untrained, tmp_path, texts, ("latents", "none"))).records, "no row reads the text"
 
 
 def limit(monkeypatch, recipe, name, most):
@@ -99,7 +106,7 @@ def make_coded(root, **changes) -> Any:
 def test_texts_that_cannot_be_read_twice_are_refused_before_any_is_measured(root, monkeypatch):
     wire, measured = make_coded(root), []
     monkeypatch.setattr(cache_rows, "measure", lambda *given, **options: measured.append(given) or [])
-    fields = wire.recipe.encode(wire.recipe.examples("validation")).readers["qwen"]
+    fields = wire.recipe.encode(wire.recipe.curriculum.examples("validation")).readers["qwen"]
     for short in (0, 1):
         limit(monkeypatch, wire.recipe, "qwen", longest(fields, "before", "own", "own", "again") - short)
         with refused(short, "'qwen'.*context_tokens"):
@@ -109,7 +116,7 @@ def test_texts_that_cannot_be_read_twice_are_refused_before_any_is_measured(root
 
 def test_records_of_another_program_are_of_another_key(root, monkeypatch):
     wire = make_coded(root)
-    encoded = wire.recipe.encode(wire.recipe.examples("validation")[:2])
+    encoded = wire.recipe.encode(wire.recipe.curriculum.examples("validation")[:2])
     key = coded_evaluation._key(wire, encoded)
     monkeypatch.setattr(plan_cache, "code", lambda: "of another version")
     assert coded_evaluation._key(wire, encoded) != key
@@ -117,7 +124,7 @@ def test_records_of_another_program_are_of_another_key(root, monkeypatch):
 
 def test_a_message_is_timed_with_what_the_rows_read_of_a_text(root):
     wire, written = make_coded(root, data__overlong="cut", data__context_tokens=40), []
-    encoded, tokenizer = wire.recipe.encode(wire.recipe.examples("validation")), wire.recipe.tokenizers["qwen"]
+    encoded = wire.recipe.encode(wire.recipe.curriculum.examples("validation"))
     wire.write = lambda text, **named: written.append(text)
     wire.section = wire.prompt = wire.text_prompt = lambda *given: None
     wire.functions = types.SimpleNamespace(begin=lambda *given: 0)
@@ -125,4 +132,4 @@ def test_a_message_is_timed_with_what_the_rows_read_of_a_text(root):
     coded_evaluation.measure_times(wire, measured, "qwen")
     (cut,), whole, own = set(written), encoded.examples[0].context, encoded.readers["qwen"]["own"].ids[0]
     assert cut and whole.startswith(cut.strip()) and len(cut) < len(whole)
-    assert len(prompt_tokens.tokenize(tokenizer, [cut])[0]) <= len(own) + 1
+    assert len(prompt_tokens.tokenize(wire.recipe.tokenizers["qwen"], [cut])[0]) <= len(own) + 1

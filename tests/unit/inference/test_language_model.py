@@ -36,21 +36,26 @@ def write(folder, **changes):
     )
     cfg = TTTConfig(vocab=352, width=36, layers=2, heads=3, ffn=41, chunk=5, **changes)
     rng = np.random.default_rng(3)
-    params = jax.tree.map(
-        lambda leaf: leaf + 0.3 * rng.normal(size=leaf.shape).astype(np.float32), ttt.init(jax.random.key(0), cfg)
-    )
+    drawn = jax.jit(ttt.init, static_argnums=1)(jax.random.key(0), cfg)
+    params = jax.tree.map(lambda leaf: leaf + 0.3 * rng.normal(size=leaf.shape).astype(np.float32), drawn)
     weights.save_ttt(folder, params, cfg, tokenizer=load_tokenizer(folder).backend)
     return folder
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
-def folder(request, tmp_path_factory):
-    return write(tmp_path_factory.mktemp("model"), **VARIANTS[request.param])
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Each variant, opened."""
+    return {name: lw_jax.load_lm(write(tmp_path_factory.mktemp("model"), **VARIANTS[name])) for name in VARIANTS}
 
 
 @pytest.fixture(scope="module")
-def lm(folder):
-    return lw_jax.load_lm(folder)
+def lm(models):
+    return models["mlp mamba"]
+
+
+@pytest.fixture(scope="module")
+def folder(lm):
+    return lm.location
 
 
 def test_folder_of_a_ttt_model_is_known_by_its_config(lm, folder):
@@ -65,7 +70,9 @@ def test_folder_of_a_ttt_model_is_known_by_its_config(lm, folder):
     assert 0 < gap < 0.2
 
 
-def test_generation_from_the_memory_is_the_argmax_of_reading_all_anew(lm):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_generation_from_the_memory_is_the_argmax_of_reading_all_anew(models, variant):
+    lm = models[variant]
     told = lm.generate(TEXTS, max_new_tokens=NEW)
     begun = [lm.tokenizer.backend.bos_token + text for text in TEXTS]
     assert lm.generate(begun, max_new_tokens=NEW) == told, "a text's own BOS is not doubled"
@@ -89,7 +96,7 @@ def test_generation_from_the_memory_is_the_argmax_of_reading_all_anew(lm):
 def test_folder_without_a_tokenizer_gives_logits(folder, tmp_path, lm):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
-    ids = np.asarray([[5, 9, 2]])
+    ids = np.asarray([[5, 9, 2, 7, 1, 33]])
     bare = lw_jax.load_lm(tmp_path)
     np.testing.assert_array_equal(bare.logits(ids), lm.logits(ids))
     with pytest.raises(UserError, match="tokenizer.json"):

@@ -18,7 +18,7 @@ READER = "qwen"
 
 @pytest.fixture(scope="module")
 def wire(root):
-    return tiny.make_wire(root, eval__max_new_tokens=6, eval__batch=2)
+    return tiny.make_wire(root, only=READER, eval__max_new_tokens=6, eval__batch=2)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_what_cannot_be_given_is_refused_by_name(wire, kv, root):
     message, other = wire.write(TEXT), kv.write(TEXT)
     foreign = codec.pack(np.ones((5, 24), np.float32), bits=8, encoder="00" * 8)
     for call in (wire.prompt_embeds, lambda message, reader, question: wire.prefix(message, reader)):
-        with pytest.raises(UserError, match=r"reader 'gemma'.*llama, qwen"):
+        with pytest.raises(UserError, match="reader 'gemma'.*qwen"):
             call(message, "gemma", "Who?")
         with pytest.raises(UserError, match=wire.encoder_fingerprint):
             call(foreign, READER, "Who?")

@@ -133,40 +133,22 @@ def test_message_that_is_not_of_this_wire_is_refused(wire, kind):
         wire.read(codec.pack(np.ones(shape, np.float32), bits=8, encoder=encoder), "qwen", "Who?")
 
 
-def test_smaller_message_is_the_start_of_the_latents_in_unit_rms(wire):
-    slots, width = 2, 7
-    message = wire.write(TEXT, bits=16, slots=slots, width=width)
-    expected = latents_of(wire, TEXT, slots, width)[:slots, :width]
-    expected /= np.sqrt(np.mean(expected**2, axis=1, keepdims=True))
-    found = codec.unpack(message, encoder=wire.encoder_fingerprint)
-    assert found.shape == expected.shape
-    np.testing.assert_allclose(found, expected, rtol=2**-10, atol=1e-4)
-
-
-def latents_of(wire, text, slots=None, width=None):
-    """What the encoder itself writes for that channel, before any message."""
-    channel = trained_wire.resolve_channel(wire.recipe.cfg.encoder, bits=16, slots=slots, width=width)
-    batch = batches.encode_prompt(text, "?", layout=wire.recipe.layout)
-    source = batch["source"] | {"channel": np.asarray([channel], np.int32)}
-    return np.array(wire.functions.encode(wire.trainable, source)[0])
-
-
 def test_answers_beyond_a_reader_s_positions_are_refused(wire, message, monkeypatch):
-    """The longest answer that fits is given; one more token is refused."""
-    most = wire.recipe.wire.readers["llama"].config.max_positions
+    """The longest answer that fits is given; with one position less it is refused."""
+    reader, new = wire.recipe.wire.readers["llama"], wire.recipe.cfg.eval.max_new_tokens
     sent = len(wire.prompt_embeds(message, "llama", "Where?"))
     text = batches.encode_prompt(TEXT, "Where?", layout=wire.recipe.layout, rows=("text",))["readers"]["llama"]["text"]
     for ask, prompt in (
         (lambda: wire.read(message, "llama", "Where?"), sent),
         (lambda: wire.read_text(TEXT, "llama", "Where?"), int(text["mask"].sum())),
     ):
-        for new in (most - prompt, most - prompt + 1):
-            options = dataclasses.replace(wire.recipe.cfg.eval, max_new_tokens=new)
-            monkeypatch.setattr(wire.recipe, "cfg", dataclasses.replace(wire.recipe.cfg, eval=options))
-            if prompt + new == most:
+        for most in (prompt + new, prompt + new - 1):
+            config = dataclasses.replace(reader.config, max_positions=most)
+            monkeypatch.setitem(wire.recipe.wire.readers, "llama", dataclasses.replace(reader, config=config))
+            if most == prompt + new:
                 assert isinstance(ask(), str)
                 continue
-            with pytest.raises(UserError, match=rf"'llama'.*eval.max_new_tokens={new} .*{most + 1:,}"):
+            with pytest.raises(UserError, match=rf"'llama'.*eval.max_new_tokens={new} .*{prompt + new:,}"):
                 ask()
 
 

@@ -1,6 +1,7 @@
 """A wire of kind "cache" on two tiny readers: started, evaluated, asked, written and read."""
 
 import collections
+import copy
 import dataclasses
 import json
 import sys
@@ -15,13 +16,13 @@ import lw_jax
 from benchmarks import peer_compaction
 from configs import base, pair
 from lw_jax import recipes
-from lw_jax.commands import train
+from lw_jax.commands import evaluate, train
 from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
 from lw_jax.data import batches
 from lw_jax.evals import cache_functions, cache_rows
-from lw_jax.inference import coded_evaluation
+from lw_jax.inference import coded_evaluation, trained_wire
 from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.inference.export import MOST_CACHE_BYTES
 from lw_jax.models import cache_code, cache_codec, cache_message
@@ -69,6 +70,20 @@ def message(wire):
     return wire.write(TEXT)
 
 
+@pytest.fixture
+def opened(wire, monkeypatch):
+    """Gives commands the wire that is open, whose programs are compiled, with their configuration."""
+
+    def open_wire(cfg, path, readers=()):
+        other = copy.copy(wire)
+        other.recipe = copy.copy(wire.recipe)
+        other.recipe.cfg = cfg
+        return other
+
+    for module in (trained_wire, evaluate):
+        monkeypatch.setattr(module, "open_wire", open_wire)
+
+
 def test_a_message_of_all_positions_answers_as_the_text(wire):
     whole = wire.write(TEXT, ratio=1)
     for reader in ("llama", "qwen"):
@@ -77,7 +92,7 @@ def test_a_message_of_all_positions_answers_as_the_text(wire):
 
 
 def test_questions_batches_and_streams_agree(wire, message):
-    other = wire.write("Ben has a boat.")
+    other = wire.write("Tom keeps a silver bell in the new barn. Ben has a boat.")
     alone = [wire.read(message, "qwen", QUESTION), wire.read(other, "qwen", "What has Ben?")]
     assert wire.read([message, other], "qwen", [QUESTION, "What has Ben?"]) == alone
     assert wire.read(message, "qwen", [QUESTION, QUESTION]) == [alone[0]] * 2
@@ -163,26 +178,31 @@ def test_half_of_the_texts_weigh_at_all_positions_and_half_at_the_ratio():
 
 
 def test_a_start_goes_without_held_out_texts_that_are_too_long(root, monkeypatch):
-    small = {"encoder__width": 8, "encoder__texts": 16, "encoder__ratio": 1}
-    cfg = make_config(root, only="qwen", data__overlong="drop", **small)
-    recipe = CacheWire(cfg, tiny.place(cfg))
+    cfg = make_config(root, only="qwen", data__overlong="drop", encoder__texts=16)
+    recipe, read = CacheWire(cfg, tiny.place(cfg)), []
     first_held_out = 7  # of one in eight
     examples = [
         Example("", f"Card {n}: a bell.{' It rings.' * 2000 * (n == first_held_out)}", QUESTION, ("bell",))
         for n in range(16)
     ]
-    monkeypatch.setattr(recipe, "examples", lambda split: examples)
-    codes = cache_start.start(recipe, recipe.load_frozen())
-    assert all(np.isfinite(code["step"]).all() and (code["step"] > 0).all() for code in codes.values())
+    monkeypatch.setattr(recipe.curriculum, "examples", lambda split: examples)
+    monkeypatch.setattr(cache_start, "_fit", lambda *given: ({}, 0))
+    monkeypatch.setattr(cache_start, "HeldOut", lambda *given: read.extend(given[-1]))
+    monkeypatch.setattr(cache_start, "_settle", lambda *given: {})
+    cache_start.start(recipe, {"qwen": {}})
+    (batch,) = read
+    tokens = batch["readers"]["qwen"]["own"]["ids"][batch["readers"]["qwen"]["own"]["mask"] & batch["valid"][:, None]]
+    assert recipe.tokenizers["qwen"].decode(tokens.tolist()).strip() == "Card 15: a bell."
 
 
 def test_the_taught_row_is_that_of_the_text_in_one_piece(wire):
     recipe, name = wire.recipe, "qwen"
-    found, params = recipe.examples("validation")[:3], wire.frozen[name]
+    found, params = recipe.curriculum.examples("validation")[:3], wire.frozen[name]
     vector = np.full((1, recipe.wire.readers[name].config.width), 0.1, np.float32)
     whole = batches.encode(found, layout=recipe.layout, rows=("context", "asked")).collate(range(3))["readers"][name]
     parts = recipe.encode(found).collate(range(3))["readers"][name]
-    bench = dataclasses.replace(recipe.bench(wire.codes, wire.frozen, recipe.functions), taught={name: vector})
+    readers = recipe.functions, wire.frozen, recipe.tokenizers
+    bench = cache_rows.CacheSession(*readers, wire.codes, 2, taught={name: vector})
     row = bench.prompts(parts, name, ["text_taught"])["text_taught"]
     joined = recipe.functions.prompt_from_taught_text(params, whole, vector)
     scores = [bench.score(parts, name, prompt)["nll"] for prompt in (row.prompt, joined)]
@@ -198,6 +218,7 @@ class Killed(BaseException):
     """What no code catches."""
 
 
+@pytest.mark.usefixtures("opened")
 def test_evaluation_has_the_rows_of_the_kind_and_resumes(run, root, capsys, monkeypatch):
     folder, cfg = run[0], make_config(root, eval__rows=ROWS, eval__taught_steps=2)
     answer, answered = cache_rows.CacheSession.answer, []
@@ -252,13 +273,12 @@ def exported(run, tmp_path_factory):
     return folder
 
 
-def test_an_exported_wire_in_int8_is_the_code_of_the_run(run, wire, exported, capsys):
+def test_an_exported_wire_in_int8_is_the_code_of_the_run(run, wire, message, exported, capsys, monkeypatch):
     other = lw_jax.load_wire(exported)
     assert isinstance(other, CodedWire)
     jax.tree.map(np.testing.assert_array_equal, wire.trainable, other.trainable)
-    message = wire.write(TEXT)
     assert other.write(TEXT) == message and other.fingerprint == wire.fingerprint
-    assert other.read(message, "qwen", QUESTION) == wire.read(message, "qwen", QUESTION)
+    monkeypatch.setattr(trained_wire, "open_wire", lambda cfg, path, readers: other)
     assert tiny.ask(run[1], exported, context=TEXT, question=[QUESTION]) == 0
     told = capsys.readouterr().out
     assert f"qwen from message: {wire.read(message, 'qwen', QUESTION)}" in told
@@ -291,6 +311,7 @@ def test_the_widths_whose_pair_is_below_32_mb(width, fits):
     assert (size <= MOST_CACHE_BYTES) == fits
 
 
+@pytest.mark.usefixtures("opened")
 def test_a_message_is_written_to_a_file_and_asked_several_questions(run, wire, tmp_path, capsys):
     file, questions = tmp_path / "m.lwjc", (QUESTION, "Where is the bell?")
     assert tiny.ask(run[1], run[0], context=TEXT, write=str(file), ratio=4) == 0
@@ -311,6 +332,10 @@ def test_a_started_run_is_not_started_again(run, capsys):
     assert "texts" not in capsys.readouterr().out
 
 
+TRAINING = {"train__steps": 4, "stages__pretrain__share": 0.5, "stages__pretrain__reconstruct": 1.0}
+TRAINING |= {"stages__pretrain__lengths": (16,)}
+
+
 @pytest.mark.parametrize(
     "changes, match",
     [
@@ -320,6 +345,12 @@ def test_a_started_run_is_not_started_again(run, capsys):
         ({"encoder__run": "runs/x"}, "encoder.run = 'runs/x'"),
         ({"encoder__kind": "bytes"}, "train.steps = 0"),
         ({"encoder__kind": "bytes", "train__steps": 6, "eval__rows": ("half",)}, "eval.rows"),
+        (TRAINING | {"stages__align__share": 0.1}, "stages.align.share = 0.1"),
+        (TRAINING | {"stages__pretrain__reconstruct": 0.3}, "stages.pretrain.reconstruct = 0.3"),
+        (TRAINING | {"stages__answer__ratios": (2, 32)}, "stages.answer.ratios = 32"),
+        (TRAINING | {"stages__answer__slots": (2,)}, r"stages.answer.slots = \(2,\)"),
+        (TRAINING | {"loss__kl": 1.0}, "loss.kl = 1.0"),
+        (TRAINING | {"data__packed_tokens": 256}, "data.packed_tokens = 256"),
     ],
 )
 def test_configurations_that_do_not_go_with_the_kind_are_refused(root, changes, match):

@@ -10,6 +10,8 @@ from lw_jax.models import decoder, encoder, kv_prefix
 from lw_jax.recipes import kv_start
 from tests import tiny
 
+NAME, TEXTS = "qwen", 12  # the reader, and held-out texts
+
 
 def made_sums(inputs, targets, *, shift=0.0):
     """Sums of windows [n z] and their keys and values [n l 2 k e], every fourth of them held out."""
@@ -57,7 +59,7 @@ def test_what_follows_from_nothing_is_shrunk_to_the_mean(linear):
 def make(root, start, **changes):
     body = {"encoder__kind": "lm", "encoder__source": str(tiny.readers(root)["llama"]), "encoder__layers": 1}
     kind = {"adapter__kind": "kv", "adapter__start": start, "encoder__width": 48}
-    return tiny.make_recipe(root, only="qwen", **kind, **body, **changes)
+    return tiny.make_recipe(root, only=NAME, **kind, **body, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +68,13 @@ def started(root):
     return {start: (recipe, recipe.build()) for start, recipe in recipes.items()}
 
 
-def own_windows(recipe, built, name, texts):
-    """A reader's keys and values [n l 2 k e] of held-out texts, averaged over the windows of the encoder's slots."""
-    reader, tokenizer = recipe.wire.readers[name], recipe.tokenizers[name]
-    wanted, params = [], built.frozen[name]
-    before = prompt_tokens.shared_prefix(name, recipe.layout.readers[name], recipe.layout.prompt)[None]
+@pytest.fixture(scope="module")
+def own_windows(started):
+    """The reader's keys and values [n l 2 k e] of held-out texts, averaged over the windows of the encoder's slots."""
+    recipe, built = started["random"]
+    reader, tokenizer, texts = recipe.wire.readers[NAME], recipe.tokenizers[NAME], recipe.data("validation").examples
+    wanted, params, texts = [], built.frozen[NAME], texts[:TEXTS]
+    before = prompt_tokens.shared_prefix(NAME, recipe.layout.readers[NAME], recipe.layout.prompt)[None]
     shared = decoder.SharedPrefix(decoder.embed(params, jnp.asarray(before)), jnp.ones(before.shape, bool))
     encoded = [tokenizer.encode(example.context) for example in texts]
     read = batches.field([np.array(one) for one in encoded], 0, left=False).collate(range(len(texts)))
@@ -87,16 +91,15 @@ def own_windows(recipe, built, name, texts):
 
 
 @pytest.mark.parametrize("start", ["random", "aligned"])
-def test_keys_and_values_have_the_readers_own_mean_and_size(started, start):
-    (recipe, built), name = started[start], "qwen"
-    texts = recipe.data("validation")
-    latents = jax.jit(recipe.wire.encode)(
-        built.trainable, jax.tree.map(jnp.asarray, texts.collate(range(12))["source"])
-    )
-    made = jax.jit(recipe.wire.prefix, static_argnums=(1, 3))(
-        built.trainable["adapters"][name], name, latents, "answer"
-    )
-    own = own_windows(recipe, built, name, texts.examples[:12])
+def test_keys_and_values_have_the_readers_own_mean_and_size(started, own_windows, start):
+    (recipe, built), own = started[start], own_windows
+    source = jax.tree.map(jnp.asarray, recipe.data("validation").collate(range(TEXTS))["source"])
+
+    @jax.jit
+    def run(trainable):
+        return recipe.wire.prefix(trainable["adapters"][NAME], NAME, recipe.wire.encode(trainable, source), "answer")
+
+    made = run(built.trainable)
     found = np.stack([made.k, made.v], axis=3).transpose(1, 2, 0, 3, 4, 5)
     found = found.reshape(-1, *own.shape[1:])
     spread = own.std(axis=0).mean(axis=(2, 3))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lw_jax.core.types import EXACT
 from lw_jax.data.batches import other_examples
 from lw_jax.data.prompt_tokens import count_slots
 from lw_jax.evals import control_rows, quality_curve
@@ -123,4 +124,9 @@ def test_a_message_is_what_a_batch_would_send(recipe, built):
         assert codec.read_frame(message).slots == slots < MOST
         found = codec.unpack(message, encoder=wire.encoder_fingerprint)
         np.testing.assert_allclose(found, latents[row, :slots], atol=5e-3)
-    assert codec.read_frame(wire.write(encoded.examples[0].context, slots=8)).slots == 8
+    source = jax.tree.map(lambda leaf: jnp.asarray(leaf[:1]), batch["source"])
+    small = wire.functions.encode(built.trainable, source | {"channel": jnp.asarray([[2, 7, EXACT]])})[0, :2, :7]
+    message = wire.write(encoded.examples[0].context, bits=16, slots=2, width=7)
+    found = codec.unpack(message, encoder=wire.encoder_fingerprint)
+    wanted = small / np.sqrt(np.mean(np.square(small), axis=1, keepdims=True))  # a message has its own unit RMS
+    np.testing.assert_allclose(found, wanted, rtol=2**-10, atol=1e-4)

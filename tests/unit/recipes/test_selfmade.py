@@ -149,22 +149,16 @@ def spans(recipe, fields, row):
     return answers, recipe.tokenizer.decode(rest)
 
 
-def test_scored_tokens_are_exactly_the_answer_s_of_a_card(made):
-    recipe, data, fields = made["cards"]
+@pytest.mark.parametrize("style, questions", [("cards", 1), ("pairs", 3)])
+def test_a_card_is_asked_its_questions_and_exactly_their_answers_are_scored(made, style, questions):
+    recipe, data, fields = made[style]
     for row, example in enumerate(data.examples):
         answers, rest = spans(recipe, fields, row)
-        assert answers == [f" {example.answers[0]}"]
-        assert rest.endswith(f"Question: {example.question}\nAnswer:") and example.context in rest
-
-
-def test_card_of_pairs_is_asked_all_its_questions_and_every_answer_is_scored(made):
-    recipe, data, fields = made["pairs"]
-    for row, example in enumerate(data.examples):
-        answers, rest = spans(recipe, fields, row)
-        others = [pair for pair in question_cards.questions(example) if pair[0] != example.question]
-        asked = [(example.question, example.answers[0]), *others]
-        assert answers == [f" {value}" for _, value in asked] and len(asked) == 3
-        assert [rest.count(f"Question: {question}") for question, _ in asked] == [1, 1, 1]
+        every = question_cards.questions(example) if style == "pairs" else []
+        asked = [(example.question, example.answers[0]), *(pair for pair in every if pair[0] != example.question)]
+        assert answers == [f" {value}" for _, value in asked] and len(asked) == questions
+        assert [rest.count(f"Question: {question}\nAnswer:") for question, _ in asked] == [1] * questions
+        assert rest.count("Question:") == questions and example.context in rest
 
 
 def test_answers_count_fully_and_the_other_tokens_little(made):

@@ -52,7 +52,7 @@ def make(root, **changes):
     body = {"encoder__kind": "lm", "encoder__source": str(tiny.readers(root)["llama"]), "encoder__mask": "causal"}
     body |= {"encoder__pooling": "rare", "encoder__states": 2, "encoder__layers": 0}
     body |= {"encoder__slots": SLOTS, "encoder__width": 48}
-    return tiny.make_recipe(root, adapter__kind="kv", adapter__start="aligned", **body | changes)
+    return tiny.make_recipe(root, only="llama", adapter__kind="kv", adapter__start="aligned", **body | changes)
 
 
 @pytest.fixture(scope="module")
