@@ -200,7 +200,7 @@ def records_of(  # noqa: PLR0913
     name: str,
     row: str,
     outputs: tuple[list[str] | None, dict[str, np.ndarray]],
-    taken: Sequence[float],
+    taken: Sequence[float] | np.ndarray,
     texts: Sequence[int],
 ) -> list[Record]:
     """Returns one reader's records of one row of a batch, of its real examples.

@@ -123,11 +123,11 @@ def measure_times(wire: CodedWire, measured: Measured, name: str) -> tuple[Times
 
 
 def _rows(named: tuple[str, ...], *, several: bool, say: Callable[[str], None]) -> list[str]:
-    """Returns the rows that this kind has of those named, with all of its own where none of them is named."""
+    """Returns the rows that this kind has of those named; of none of them, all of its own."""
     rows = [row for row in named if row in KNOWN_TO_CACHE and (several or row != "shuffled")]
     if left := [row for row in named if row not in rows]:
         say(f"left out: {', '.join(left)}: rows of trained latents, or of a second text where there is one alone")
-    return rows if set(rows) & set(OF_CACHE) else [*rows, *OF_CACHE]
+    return rows or list(OF_CACHE)
 
 
 def bytes_a_token(records: list[Record], name: str) -> float | None:
