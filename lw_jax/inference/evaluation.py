@@ -264,11 +264,9 @@ def _teach(wire: TrainedWire | CodedWire, batch: out_of_memory.HalvingBatch) -> 
 def _batch(recipe: WireReaders) -> out_of_memory.HalvingBatch:
     cfg, multiple = recipe.cfg, recipe.placement.data
     size = place.round_up(cfg.eval.batch, multiple)
-    if jax.process_count() > 1 and (
-        limit := memory_limit.local(cfg)
-    ):  # where memory runs out they cannot agree on another one
-        generates = generation(StepSpec(cfg, recipe))
-        assert generates is not None, "a wire does"
+    # Several processes cannot agree on another one where memory runs out.
+    limit = memory_limit.local(cfg) if jax.process_count() > 1 else None
+    if limit and (generates := generation(StepSpec(cfg, recipe))):  # of a cache wire it is not known
         estimate = evaluation_memory.of(generates, limit)
         size = processes.from_first(lambda: estimate.largest or multiple)
         if size < estimate.batch:

@@ -22,13 +22,13 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
 from lw_jax.data import batches
 from lw_jax.evals import cache_functions, cache_rows
-from lw_jax.inference import coded_evaluation, trained_wire
+from lw_jax.inference import coded_evaluation, evaluation, trained_wire
 from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.inference.export import MOST_CACHE_BYTES
 from lw_jax.models import cache_code, cache_codec, cache_message
 from lw_jax.recipes import cache_start
 from lw_jax.recipes.cache_wire import CacheWire
-from lw_jax.training import wire_tensors
+from lw_jax.training import memory_limit, wire_tensors
 from tests import tiny
 
 CACHE = {
@@ -252,6 +252,12 @@ def test_evaluation_has_the_rows_of_the_kind_and_resumes(run, root, capsys, monk
         assert abs(rows["all"]["nll"] - rows["text"]["nll"]) < 0.02
         assert rows["all"]["positions"] > 1.5 * rows["half"]["positions"] > 2 * rows["quarter"]["positions"]
         assert 100 < found["readers"][name]["bytes_a_token"] < 160  # of 130
+
+
+def test_several_processes_evaluate_in_the_batch_of_the_configuration(wire, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(memory_limit, "local", lambda cfg: 1.0)
+    assert evaluation._batch(wire.recipe).size == wire.recipe.cfg.eval.batch
 
 
 @pytest.mark.parametrize(
