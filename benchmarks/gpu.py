@@ -7,6 +7,7 @@ Cases run one after the other, each in processes of its own, the most wanted fir
 --minutes is left out and said to be. A case that fails is told with its code, and the others still run (code 1).
 """
 
+import argparse
 import dataclasses
 import json
 import subprocess
@@ -76,16 +77,19 @@ CASES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser, _, rest = common.parser(__doc__, argv, None)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--small", action="store_true", help="tiny models: that nothing rots")
     parser.add_argument("--minutes", type=float, default=7.5, help="no case begins after so many (default: 7.5)")
     parser.add_argument("--cases", default="", metavar="NAME;NAME", help="some alone, as CASES names them")
-    args = parser.parse_args(rest)
+    args = parser.parse_args(argv)
+    chosen = args.cases.split(";") if args.cases else [case.name for case in CASES]
+    if unknown := set(chosen) - {case.name for case in CASES}:
+        parser.error(f"--cases: {', '.join(map(repr, sorted(unknown)))} is none of {'; '.join(c.name for c in CASES)}")
     started, found = time.monotonic(), {}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for case in CASES:
-        if args.cases and case.name not in args.cases.split(";"):
+        if case.name not in chosen:
             continue
         if time.monotonic() - started > 60 * args.minutes:
             found[case.name] = {"left_out": f"it would have begun after {args.minutes} minutes"}

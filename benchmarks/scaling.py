@@ -63,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed steps of a point (default: 10)")
     args = parser.parse_args(rest)
+    if args.measured and args.estimate or args.planned and args.batches:
+        parser.error("--estimate goes with --planned, --batches with --measured")
     if args.planned:
         environment.prepare_compiler(everywhere=True)
         from lw_jax.planning import gpus

@@ -44,13 +44,13 @@ def measure(
     rows = _rows(options.rows, several=not one_context(encoded.examples), say=say)
     indices, ratio = spread(len(encoded), options.examples), recipe.cfg.encoder.ratio
     bench = cache_rows.CacheSession(wire.functions, wire.frozen, recipe.tokenizers, wire.codes, ratio, taught=taught)
-    _check_positions(wire, encoded, indices)
+    _check_positions(wire, encoded, indices, rows)
     swapped, changed = None, [row for row in rows if ROWS[row].swapped]
     if changed:
         swapped = swaps.make(encoded, indices, layout=recipe.layout, fields=cache_rows.FIELDS)
         swapped = dataclasses.replace(swapped, encoded=cache_rows.attach(swapped.encoded, recipe.layout))
         say(f"{', '.join(changed)}: {len(swapped.origins)} of {len(indices)} texts have an answer that can be replaced")
-        _check_positions(wire, swapped.encoded, range(len(swapped.origins)))
+        _check_positions(wire, swapped.encoded, range(len(swapped.origins)), rows)
     log = RecordLog(folder and folder / PARTIAL, _key(wire, encoded))
     if len(log):
         say(f"resuming: {len(log):,} records are in {folder}/{PARTIAL}")
@@ -67,14 +67,14 @@ def measure(
     return Measured(encoded, indices, np.zeros((len(indices), 0, 0), np.float32), records)
 
 
-def _check_positions(wire: CodedWire, encoded: Encoded, indices: Sequence[int]) -> None:
+def _check_positions(wire: CodedWire, encoded: Encoded, indices: Sequence[int], rows: Sequence[str]) -> None:
     """Refuses texts that have more positions, read twice or with question and answer, than a reader was trained on."""
     cfg = wire.recipe.cfg
-    taught = any(ROWS[row].taught for row in cfg.eval.rows)
+    taught = any(ROWS[row].taught for row in rows)
     for name, reader in wire.recipe.wire.readers.items():
         fields = encoded.readers[name]
         longest = {key: max((len(field.ids[index]) for index in indices), default=0) for key, field in fields.items()}
-        before, text = longest["before"], max(longest["own"], longest["other"] * ("shuffled" in cfg.eval.rows))
+        before, text = longest["before"], max(longest["own"], longest["other"] * ("shuffled" in rows))
         prompt = max(longest["text"], before + text + longest["after"] + taught)
         answer = max(longest["answer"] - 1, cfg.eval.max_new_tokens)  # EOS is no input
         decoder.check_positions(

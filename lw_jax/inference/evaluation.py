@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -109,7 +109,8 @@ def _evaluate_latents(wire: TrainedWire) -> Evaluation:
 def _evaluate_coded(wire: CodedWire, folder: Path | None) -> Evaluation:
     """Returns the rows of a wire of kind "cache"; it has no latents whose geometry could be measured, and no curve."""
     cfg, batch = wire.recipe.cfg, _batch(wire.recipe)
-    settings: Any = {"say": _say, "folder": folder, "taught": _teach(wire, batch)}
+    taught = _teach(wire, batch, set(cfg.eval.rows) & set(eval_rows.KNOWN_TO_CACHE))
+    settings: Any = {"say": _say, "folder": folder, "taught": taught}
     measured = _fitting(
         batch, cfg.eval, lambda options: coded_evaluation.measure(wire, batch=options.batch, **settings)
     )
@@ -249,15 +250,17 @@ def describe(found: Evaluation) -> str:
 
 
 def _bench(wire: TrainedWire, batch: out_of_memory.HalvingBatch) -> control_rows.WireSession:
-    taught = _teach(wire, batch)
+    taught = _teach(wire, batch, wire.recipe.cfg.eval.rows)
     return control_rows.WireSession(wire.functions, wire.frozen, wire.recipe.tokenizers, wire.trainable, taught=taught)
 
 
-def _teach(wire: TrainedWire | CodedWire, batch: out_of_memory.HalvingBatch) -> dict[str, jax.Array]:
-    """Returns each reader's vector of the form of the answer, where a row needs it."""
-    options = wire.recipe.cfg.eval
-    if not any(eval_rows.ROWS[row].taught for row in options.rows):
+def _teach(
+    wire: TrainedWire | CodedWire, batch: out_of_memory.HalvingBatch, rows: Collection[str]
+) -> dict[str, jax.Array]:
+    """Returns each reader's vector of the form of the answer, where one of the rows needs it."""
+    if not any(eval_rows.ROWS[row].taught for row in rows):
         return {}
+    options = wire.recipe.cfg.eval
     return _fitting(batch, options, lambda cfg: taught_text.teach(wire.recipe, wire.frozen, batch=cfg.batch, say=_say))
 
 

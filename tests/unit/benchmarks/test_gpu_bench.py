@@ -26,6 +26,24 @@ def test_small_run_measures_its_cases(tmp_path):
     assert all(row["seconds"]["median"] > 0 for one in told.values() for row in one["rows"])
 
 
+SCALING = "--config configs/smoke.py --workdir runs/scaling"
+
+
+@pytest.mark.parametrize(
+    "main, words, named",
+    [
+        (gpu.main, "--out out.json --cases load;lod", "'lod'"),
+        (gpu.main, "--out out.json --config.train.steps=3", "--config.train.steps=3"),
+        (scaling.main, f"{SCALING} --measured --estimate", "--estimate"),
+        (scaling.main, f"{SCALING} --planned h100x2 --batches 4", "--batches"),
+    ],
+)
+def test_words_that_would_do_nothing_are_refused(main, words, named, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    assert named in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize("case", gpu.CASES, ids=lambda case: case.name)
 def test_every_case_is_a_configuration_of_its_script(case):
     for small in (False, True):
