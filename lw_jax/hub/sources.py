@@ -86,10 +86,10 @@ def cached(source: str, file: str = "tokenizer.json") -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(source, file)
+        entry = try_to_load_from_cache(source, file)
     except HFValidationError:  # no id of a repository, which `locate` tells
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(entry).parent if isinstance(entry, str) else None
 
 
 def is_local(source: str) -> bool:

@@ -88,12 +88,14 @@ def analyse(text: str) -> Program:
 
 def _analyse(text: str) -> Program:
     module = _Module(text)
-    found = [dataclasses.replace(one, executed=count) for one, count in module.tally(module.entry).items()]
-    kernels = [one for one in found if isinstance(one, Kernel)]
-    collectives = [one for one in found if isinstance(one, Collective)]
+    operations = [dataclasses.replace(op, executed=count) for op, count in module.tally(module.entry).items()]
+    kernels = [op for op in operations if isinstance(op, Kernel)]
+    collectives = [op for op in operations if isinstance(op, Collective)]
     return Program(
         tuple(sorted(kernels, key=lambda kernel: (-kernel.flops, -kernel.bytes, kernel.arithmetic, kernel.source))),
-        tuple(sorted(collectives, key=lambda one: (one.kind, one.groups, one.operand_bytes))),
+        tuple(
+            sorted(collectives, key=lambda collective: (collective.kind, collective.groups, collective.operand_bytes))
+        ),
     )
 
 
@@ -155,13 +157,13 @@ _Tally = Counter[Kernel | Collective]
 
 
 def _add(tally: _Tally, other: _Tally, times: int) -> None:
-    for one, count in other.items():
-        tally[one] += count * times
+    for op, count in other.items():
+        tally[op] += count * times
 
 
 def _work(tally: _Tally) -> tuple[int, int]:
     """Returns FLOPs and bytes of all kernels."""
-    runs = [(one, count) for one, count in tally.items() if isinstance(one, Kernel)]
+    runs = [(op, count) for op, count in tally.items() if isinstance(op, Kernel)]
     return sum(kernel.flops * n for kernel, n in runs), sum(kernel.bytes * n for kernel, n in runs)
 
 

@@ -303,7 +303,7 @@ def _figures(candidate: Trial, hardware: Hardware) -> dict[str, Any]:
             times[name] = Times(part.runs * run.gemm, part.runs * run.memory, part.runs * run.collective)
     concurrent = [times.pop(name) for name in program.placement.readers if name in times]
     sequential = [*times.values(), *sorted(concurrent, key=lambda reader: reader.total)[-1:]]
-    total = {part: sum(getattr(one, part) for one in sequential) for part in ("gemm", "memory", "collective")}
+    total = {part: sum(getattr(run, part) for run in sequential) for part in ("gemm", "memory", "collective")}
     return {
         "seconds": total if hardware.target else None,
         "flops": max(flops.values()),

@@ -69,7 +69,7 @@ def predict(program: Program, target: Target) -> Times:
     return Times(
         gemm=sum(seconds_of(kernel, target.card) * kernel.executed for kernel in matmuls),
         memory=sum(seconds_of(kernel, target.card) * kernel.executed for kernel in others),
-        collective=sum(_collective_seconds(one, target) * one.executed for one in program.collectives),
+        collective=sum(_collective_seconds(group, target) * group.executed for group in program.collectives),
     )
 
 

@@ -104,9 +104,9 @@ def find_damage(folder: Path, files: dict[str, list[Any]]) -> str:
     for name, (size, sha256) in files.items():
         path = folder / name
         try:
-            found, digest = measure(path)
-            if found != size:
-                return f"{name} has {found} of {size} bytes"
+            length, digest = measure(path)
+            if length != size:
+                return f"{name} has {length} of {size} bytes"
             if digest != sha256:
                 return f"{name} is not what was written"
         except _ABSENT as error:
