@@ -202,17 +202,20 @@ def test_time_limit_saves_and_requeues_once(cluster, write, monkeypatch, hosts: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("codes", "code"),
+    ("hosts", "codes", "code"),
     [
-        ("143,75", runtime.REQUEUE),
-        ("2,134", 134),  # JAX's abort where the first one was refused before it joined
+        (2, "143,75", runtime.REQUEUE),
+        (2, "2,134", 134),  # JAX's abort where the first one was refused before it joined
+        (1, "137", 137),
+        (1, "1", 1),
+        (1, "76", 76),
     ],
 )
 def test_killed_task_of_several_is_requeued_and_one_that_fails_is_not(
-    cluster, write, monkeypatch, codes: str, code: int
+    cluster, write, monkeypatch, hosts: int, codes: str, code: int
 ) -> None:
     monkeypatch.setenv("MODE", codes)
-    submit(write(hosts=2))
+    submit(write(hosts=hosts))
     assert read(cluster)["code"] == code
     assert requeues(cluster) == ([f"requeue {JOB_ID}"] if code == runtime.REQUEUE else [])
 
