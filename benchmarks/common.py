@@ -28,7 +28,7 @@ def parser(
 
     `config` is the file that is taken where the command line names none; empty: it must name one; None: no --config.
     """
-    assignments, words = command_line.take_assignments(list(sys.argv[1:] if argv is None else argv))
+    assignments, words = command_line.take_assignments(argv)
     found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if config is not None:
         about = "--config.key=value goes with it" + (f" (default: {config})" if config else "")

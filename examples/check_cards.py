@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--virtual", type=int, default=0, help="CPU devices in the place of cards")
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps of every run (default: 10)")
-    assignments, words = take_assignments(sys.argv[1:] if argv is None else argv)
+    assignments, words = take_assignments(argv)
     args = parser.parse_args(words)
     begun, environ = time.monotonic(), environment(args.virtual)
     found = measure_all_reduce(environ)

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps of every run (default: 30)")
     parser.add_argument("--output", type=Path, default=Path("elastic_demo.png"), help="the picture")
     parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS), help="default: all")
-    overrides, words = take_assignments(sys.argv[1:] if argv is None else argv)
+    overrides, words = take_assignments(argv)
     args = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as scratch:
 

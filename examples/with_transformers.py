@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given.add_argument("--context", help="a UTF-8 text file, or - for standard input")
     given.add_argument("--message", help="a file that `answer --write` wrote, or - for standard input")
     parser.add_argument("--question", action="append", required=True, help="may be given several times")
-    assignments, words = take_assignments(sys.argv[1:] if argv is None else argv)
+    assignments, words = take_assignments(argv)
     args = parser.parse_args(words)
     torch_needed.check()
     text = message_io.read_text(args.context) if args.context else ""

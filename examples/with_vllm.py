@@ -81,7 +81,7 @@ class _Refusal(msgspec.Struct):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the body to --out, sends it to --url and prints the answer."""
-    assignments, words = take_assignments(sys.argv[1:] if argv is None else argv)
+    assignments, words = take_assignments(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workdir", required=True, help="a trained run, an exported wire, or owner/name of the hub")
     parser.add_argument("--reader", required=True, help="the wire's reader that the server serves")

@@ -1,15 +1,19 @@
 """Assignments of the command line, `--config.section.key=value`; light at import."""
 
+import sys
 from collections.abc import Sequence
 
 from lw_jax.core.errors import UserError
 
 
-def take_assignments(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns ({path: value} of the `--config.path=value` and `--config.path value` words, the other words)."""
+def take_assignments(argv: Sequence[str] | None) -> tuple[dict[str, str], list[str]]:
+    """Returns ({path: value} of the `--config.path=value` and `--config.path value` words, the other words).
+
+    None, as argparse has it: the words of the process.
+    """
     assignments: dict[str, str] = {}
     remaining: list[str] = []
-    words = iter(argv)
+    words = iter(sys.argv[1:] if argv is None else argv)
     for word in words:
         if not word.startswith("--config."):
             remaining.append(word)

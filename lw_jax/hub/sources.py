@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 
 from lw_jax.core.config_keys import suggest
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import content_hash, expand, make_cache, write_whole
+from lw_jax.core.files import content_hash, expand, make_cache, measure, write_whole
 from lw_jax.core.progress import phase
 
 SELFMADE = "selfmade:"  # a reader that `recipes.selfmade` trains
@@ -142,8 +142,7 @@ def file_hash(path: Path, *, keep: bool = True) -> str:
     with contextlib.suppress(OSError):  # none, or damaged: the file is hashed again
         if re.fullmatch("[0-9a-f]{64}", noted := note.read_text("ascii", errors="replace")):
             return noted
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    _, digest = measure(path)
     if keep:
         make_cache(note.parent)
         write_whole(note, digest)
