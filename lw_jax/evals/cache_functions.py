@@ -8,7 +8,8 @@ import numpy as np
 
 from lw_jax.core.compiling import jitted
 from lw_jax.core.types import Tree
-from lw_jax.evals.wire_functions import WireFunctions
+from lw_jax.evals.wire_functions import WireFunctions, scores_of
+from lw_jax.losses import token_losses
 from lw_jax.models import cache_choice, cache_code, cache_message, decoder, kv_prefix, rotary
 from lw_jax.models.cache_choice import Reading
 from lw_jax.models.cache_message import Sent, Wanted
@@ -77,7 +78,7 @@ class CacheFunctions(WireFunctions):
 
     @jitted("factors")
     def solve(self, code: Tree, wanted: Wanted, step: jax.Array, factors: str | None) -> jax.Array:
-        """Returns the numbers [b t w] of `want`, not rounded, for steps [b]."""
+        """Returns the numbers i32[b t w] of `want`, in steps [b]."""
         return cache_message.solve(code, wanted, step, factors)
 
     @jitted("name", "sizes")
@@ -145,6 +146,17 @@ class CacheFunctions(WireFunctions):
         config, seen = self.wire.readers[name].config, 0 if before is None else before.mask.sum()
         packed = cache_message.decode_packed(config, code, sent, mask, sizes, seen=seen, dtype=x.dtype)
         return Prompt(x, after["mask"], before, packed=packed)
+
+    @jitted("name")
+    def answer_logits(self, params: Tree, prompt: Prompt, fields: Mapping, name: str) -> jax.Array:
+        """Returns logits [b t v] of the reference answers."""
+        return self.wire.answer_logits(params, name, prompt, fields)
+
+    @jitted()
+    def compare(self, text: jax.Array, logits: jax.Array, fields: Mapping) -> dict[str, jax.Array]:
+        """Returns `score` of answers' logits, and "kl" [b], their summed divergence from those behind the text."""
+        divergence = jnp.sum(token_losses.token_kl(text, logits) * fields["weights"], axis=1)
+        return scores_of(logits, fields) | {"kl": divergence}
 
     def packs(self, name: str) -> bool:
         """Returns whether a reader can have a message's keys without what stands between them (`open_packed`)."""

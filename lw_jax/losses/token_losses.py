@@ -29,10 +29,14 @@ def hits(logits: Float[Array, "b t v"], targets: Int[Array, "b t"], weights: Flo
 
 def kl(teacher: Float[Array, "b t v"], student: Float[Array, "b t v"], weights: Float[Array, "b t"]) -> Pair:
     """Summed KL(teacher || student) over answer positions."""
+    return jnp.sum(token_kl(teacher, student) * weights), jnp.sum(weights)
+
+
+def token_kl(teacher: Float[Array, "b t v"], student: Float[Array, "b t v"]) -> Float[Array, "b t"]:
+    """KL(teacher || student) of each position in nats."""
     teacher = jax.nn.log_softmax(teacher.astype(jnp.float32), axis=2)
     student = jax.nn.log_softmax(student.astype(jnp.float32), axis=2)
-    divergence = jnp.sum(jnp.exp(teacher) * (teacher - student), axis=2)
-    return jnp.sum(divergence * weights), jnp.sum(weights)
+    return jnp.sum(jnp.exp(teacher) * (teacher - student), axis=2)
 
 
 def kl_of_top(

@@ -17,7 +17,7 @@ import math
 import struct
 import types
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +32,6 @@ MOST_NUMBERS = 2**27  # of a section: 256 MiB of integers; few bytes may stand f
 LARGEST = 2**15 - 1  # integer that a message can say
 BIAS = 0.25  # step of a bias, the log of a factor of a key's share
 BIASES = (-12, 18)  # first and last level: factors of 0.05 and 100
-STEP_TOLERANCE = 0.003  # of `find_step`
 _PARTS = 2**16  # denominator of shares and decays
 _WHOLE = 2**24  # of the coder's tables
 _LONGEST = 1023  # integer of a table
@@ -95,32 +94,6 @@ def bits(statistics: Statistics, numbers: Int[np.ndarray, "n w"]) -> float:
         lengths[-1] += 16  # what the table does not have
         total += float(lengths @ np.bincount(_symbols(column, len(table)), minlength=len(table)))
     return total
-
-
-def find_step(
-    integers: Callable[[float], Int[np.ndarray, "n w"]],
-    bytes_a_token: float,
-    *,
-    between: tuple[float, float] = (1e-4, 1.0),
-) -> Statistics:
-    """Returns the statistics of the integers of some texts at the least step at which they take the bytes.
-
-    Raises:
-        UserError: where not even the largest step is so short.
-    """
-    low, high = between
-    step, best = high, None
-    while best is None or high > (1 + STEP_TOLERANCE) * low:
-        numbers = integers(step)
-        statistics = fit_statistics(numbers, step)
-        if bits(statistics, numbers) <= 8 * bytes_a_token * len(numbers):
-            high, best = step, statistics
-        elif best is None:
-            raise UserError(f"{bytes_a_token:g} bytes a token: steps of {high:g} take more; allow more or send less")
-        else:
-            low = step
-        step = float(np.float32(math.sqrt(low * high)))
-    return best
 
 
 def fingerprint(code: Iterable[np.ndarray], rates: Sequence[Statistics], tables: Mapping[int, np.ndarray]) -> str:

@@ -83,11 +83,11 @@ def want(  # noqa: PLR0913
     return Wanted(text, kept, cache_code.importance(reading.power, kept, text.mask, ROOT))
 
 
-def solve(params: Tree, wanted: Wanted, step: Float[Array, " b"], factors: str | None = None) -> Float[Array, "b t w"]:
-    """Returns the numbers of a message, for rounding to steps of `step`; `factors`: see `cache_code.solve`."""
+def solve(params: Tree, wanted: Wanted, step: Float[Array, " b"], factors: str | None = None) -> Int[Array, "b t w"]:
+    """Returns the numbers of a message in steps of `step`; `factors`: see `cache_code.solve`."""
     code, settings = _code(params), {"variance": params["variance"], "factors": factors}
-    z = cache_code.solve(code, wanted.text, wanted.weights, step=step, **settings)
-    return jnp.where(wanted.text.mask[..., None], z, 0.0)
+    numbers = cache_code.solve(code, wanted.text, wanted.weights, step=step, **settings)
+    return jnp.where(wanted.text.mask[..., None], numbers, 0)
 
 
 def encode(  # noqa: PLR0913
@@ -106,8 +106,7 @@ def encode(  # noqa: PLR0913
     The numbers are those of the first, the same in all. With `sizes`, at least as many keys as each head keeps in the
     first, values are fitted to the text and biases to what the reader decodes.
     """
-    z = solve(params, want(cfg, reading, kept[0], seen=seen, sizes=sizes), step, factors)
-    numbers = jnp.rint(z / step[:, None, None]).astype(jnp.int32)
+    numbers = solve(params, want(cfg, reading, kept[0], seen=seen, sizes=sizes), step, factors)
     if sizes is None:
         return [Sent(numbers, choice, jnp.zeros(choice.shape), step) for choice in kept]
     fit = functools.partial(fit_biases, cfg, params, reading, seen=seen, sizes=sizes)

@@ -195,7 +195,8 @@ def _plan_reader(
             batch[writes] = dataclasses.replace(batch[writes], peak_bytes=max(peak, 0))
     (readings, writings, fitted), width = _runs(cfg, rows, placed.platform), code["basis"].shape[0]
     basis = (16 * (width + cache_code.MORE) + 4 * width) * values * fitted
-    filling = 4 * (cache_code.ITERATIONS + 0.5) * width * values * fitted
+    heads = model.layers * model.kv_heads
+    filling = width * (8 * values + 2 * width * (heads + cache_code.SWEEPS)) * fitted
     read, write = batch[False], batch[True]
     seconds = None
     if speed and read.seconds and write.seconds:

@@ -1,7 +1,6 @@
-"""Held-out texts of a cache wire's start: the steps of its messages' numbers, and nats of answers from the messages."""
+"""Held-out texts of a cache wire's start: the steps of its messages' numbers, and answers from the messages."""
 
 import dataclasses
-import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,20 +32,26 @@ MOST_SOLVES = 6
 SURELY = 2.0  # standard errors
 
 
-class Nats(NamedTuple):
-    """Negative log-likelihood of the answers to texts, and their tokens."""
+class Answers(NamedTuple):
+    """What a reader gives the reference answers to texts, from what it is prompted with."""
 
-    nll: Float[np.ndarray, " n"]
+    nll: Float[np.ndarray, " n"]  # negative log-likelihood in nats
+    kl: Float[np.ndarray, " n"]  # divergence from what it gives behind the text, in nats
     tokens: Float[np.ndarray, " n"]
 
     @property
-    def mean(self) -> float:
-        """Returns nats a token."""
+    def nats(self) -> float:
+        """Returns the negative log-likelihood of a token."""
         return float(self.nll.sum() / self.tokens.sum())
 
-    def is_surely_below(self, other: "Nats") -> bool:
-        """Returns whether the difference is beyond chance: over SURELY of its standard errors over texts."""
-        less = other.nll - self.nll
+    @property
+    def divergence(self) -> float:
+        """Returns the divergence of a token: it tells two messages apart on fewer texts than nats do."""
+        return float(self.kl.sum() / self.tokens.sum())
+
+    def is_surely_nearer(self, other: "Answers") -> bool:
+        """Returns whether these diverge less beyond chance: by over SURELY standard errors over texts."""
+        less = other.kl - self.kl
         return len(less) > 1 and bool(less.sum() > SURELY * math.sqrt(len(less)) * less.std(ddof=1))
 
 
@@ -56,6 +61,7 @@ class _Batch:
 
     reading: Reading
     fields: Mapping[str, Any]  # on the reader's devices
+    text_logits: jax.Array  # [b t v] of the answers behind the texts
     lengths: Int[np.ndarray, " b"]
     valid: Bool[np.ndarray, " b"]
 
@@ -90,7 +96,9 @@ class HeldOut:
             texts = {key: fields[key] for key in ("own", "before", "again")}
             lengths = host["readers"][name]["own"]["mask"].sum(axis=1)
             reading = functions.read_twice(params, texts, name, True)
-            self._batches.append(_Batch(reading, fields, lengths, host["valid"]))
+            prompt, answer = functions.prompt_from_text(params, fields["text"]), {key: fields[key] for key in ANSWER}
+            text_logits = functions.answer_logits(params, prompt, answer, name)
+            self._batches.append(_Batch(reading, fields, text_logits, lengths, host["valid"]))
         self._solved: dict[tuple[int, bool], list[tuple[np.ndarray, np.ndarray]]] = {}  # by ratio, and fitted or not
         self.tokens = sum(int(batch.lengths[batch.valid].sum()) for batch in self._batches)
 
@@ -109,19 +117,20 @@ class HeldOut:
         def write(step: float) -> tuple[np.ndarray, Callable[[], list[Section]]]:
             solved = [self._solve(batch, ratio, step, fitted) for batch in self._batches]
             solved_by_step[np.float32(step)] = solved
-            numbers = [
+            rows = [
                 row[:length]
-                for (z, _), batch in zip(solved, self._batches, strict=True)
-                for row, length in zip(z[batch.valid], batch.lengths[batch.valid], strict=True)
+                for (numbers, _), batch in zip(solved, self._batches, strict=True)
+                for row, length in zip(numbers[batch.valid], batch.lengths[batch.valid], strict=True)
             ]
-            return np.concatenate(numbers), lambda: self._sections(solved, ratio, step, fitted)
+            return np.concatenate(rows), lambda: self._sections(solved, ratio, step, fitted)
 
-        found = find_rate(write, np.asarray(self.code["tables"]), limit, step)
+        variance, tables = (np.asarray(self.code[name]) for name in ("variance", "tables"))
+        found = find_rate(write, tables, limit, step, variance)
         self._solved[ratio, fitted] = solved_by_step[np.float32(found.step)]
         return found
 
-    def nats(self, ratio: int, step: float, *, fitted: bool, shuffled: bool = False) -> Nats:
-        """Returns the nats of the answers from messages; `shuffled`: each from another text's of its batch.
+    def answers(self, ratio: int, step: float, *, fitted: bool, shuffled: bool = False) -> Answers:
+        """Returns what answers are given from messages; `shuffled`: each from another text's of its batch.
 
         `find_rate` found the step: the numbers are those of its trial. Shuffled, a batch of one text is left out.
         """
@@ -139,32 +148,33 @@ class HeldOut:
                 fields = self.params, self.code, batch.fields
                 yield batch, self.functions.prompt_from_cache(*fields, sent, mask, self.name)
 
-        return self._nats(prompts())
+        return self._compare(prompts())
 
-    def nats_of_prompt(self, field: str) -> Nats:
-        """Returns the nats of the answers from a prompt without a message, "text" or "none"."""
+    def answers_of_prompt(self, field: str) -> Answers:
+        """Returns what answers are given from a prompt without a message, "text" or "none"."""
         prompt = self.functions.prompt_from_text
-        return self._nats((batch, prompt(self.params, batch.fields[field])) for batch in self._batches)
+        return self._compare((batch, prompt(self.params, batch.fields[field])) for batch in self._batches)
 
-    def _nats(self, prompts: Iterable[tuple[_Batch, Prompt]]) -> Nats:
+    def _compare(self, prompts: Iterable[tuple[_Batch, Prompt]]) -> Answers:
         per_batch = []
         for batch, prompt in prompts:
             answer = {key: batch.fields[key] for key in ANSWER}
-            scores = jax.device_get(self.functions.score(self.params, prompt, answer, self.name))
-            per_batch.append([np.asarray(scores[key], np.float64)[batch.valid] for key in ("nll", "tokens")])
-        return Nats(*map(np.concatenate, zip(*per_batch, strict=True)))
+            logits = self.functions.answer_logits(self.params, prompt, answer, self.name)
+            scores = jax.device_get(self.functions.compare(batch.text_logits, logits, answer))
+            per_batch.append([np.asarray(scores[key], np.float64)[batch.valid] for key in Answers._fields])
+        return Answers(*map(np.concatenate, zip(*per_batch, strict=True)))
 
     def _solve(self, batch: _Batch, ratio: int, step: float, fitted: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the numbers f32[b t w] of a batch of texts, not rounded, and which keys are kept."""
+        """Returns the numbers i32[b t w] of a batch of texts, and which keys are kept."""
         count = cache_functions.count_kept(self.code, np.where(batch.valid, batch.lengths, 0), ratio)
         steps, factors = np.full(len(count[0]), step, np.float32), self.functions.wire.readers[self.name].mode.factors
         before = batch.fields["before"]["mask"]
         wanted = self.functions.want(batch.reading, before, count, self.name, self._sizes(batch) if fitted else None)
         return np.asarray(self.functions.solve(self.code, wanted, steps, factors)), np.asarray(wanted.kept)
 
-    def _send(self, batch: _Batch, z: np.ndarray, kept: np.ndarray, step: float, fitted: bool) -> Sent:
+    def _send(self, batch: _Batch, numbers: np.ndarray, kept: np.ndarray, step: float, fitted: bool) -> Sent:
         """Returns what is sent of a batch of texts."""
-        numbers, bias, steps = _round(z, step), np.zeros(kept.shape, np.float32), np.full(len(z), step, np.float32)
+        bias, steps = np.zeros(kept.shape, np.float32), np.full(len(numbers), step, np.float32)
         if fitted:
             code, before = self.code, batch.fields["before"]["mask"]
             bias = self.functions.fit_biases(
@@ -181,8 +191,8 @@ class HeldOut:
     ) -> list[Section]:
         """Returns what is sent of each text."""
         sections = []
-        for batch, (z, kept) in zip(self._batches, solved, strict=True):
-            rows = cache_message.rows_of(self._send(batch, z, kept, step, fitted))
+        for batch, (numbers, kept) in zip(self._batches, solved, strict=True):
+            rows = cache_message.rows_of(self._send(batch, numbers, kept, step, fitted))
             sections += [
                 cache_message.to_section({ratio: row}, int(length))
                 for row, length, valid in zip(rows, batch.lengths, batch.valid, strict=True)
@@ -196,6 +206,7 @@ def find_rate(
     tables: Float[np.ndarray, "r l k"],
     limit: float,
     step: float,
+    variance: Float[np.ndarray, " w"],
 ) -> Statistics:
     """Returns the step at which messages have config.message.bytes a token, `limit`, and its statistics.
 
@@ -203,29 +214,34 @@ def find_rate(
     longer. The order of keys and the biases, which a message has beside its numbers, are in its bytes.
 
     Args:
-        write: returns for a step the numbers f32[n w] of some texts, not rounded, and what makes what is sent of each;
-            it is called once, as it fits biases.
+        write: returns for a step the numbers i32[n w] of some texts and what makes what is sent of each; it is called
+            once, as it fits biases.
         tables: of ratios 1, 2, ....
         limit: bytes.
         step: a first guess.
+        variance: of the numbers, in which the second guess is found.
 
     Raises:
-        UserError: messages are longer however large the step is.
+        UserError: the order of keys and the biases alone take more.
     """
     beside, tried = None, list[_Trial]()
     for _ in range(MOST_SOLVES):
-        z, send = write(step)
-        least = max(float(np.abs(z).max()), 1e-30) / cache_codec.LARGEST
+        numbers, send = write(step)
+        least = max(int(np.abs(numbers).max()), 1) * step / cache_codec.LARGEST
         if least > step:
             step = least * (1 + TOLERANCE)
             continue
         beside = _bytes_beside(send(), tables) if beside is None else beside
-        numbers = _round(z, step)
+        if beside >= limit:
+            raise UserError(
+                f"config.message.bytes = {limit:g}: the order of keys and the biases alone take {beside:.1f} bytes a "
+                "token; allow more"
+            )
         statistics = cache_codec.fit_statistics(numbers, step)
         tried.append(_Trial(step, beside + cache_codec.bits(statistics, numbers) / 8 / len(numbers), statistics))
         if abs(tried[-1].size / limit - 1) < TOLERANCE:
             break
-        step = _secant(tried, limit) or _step_for(z, limit - beside, (least, cache_codec.LARGEST * least), beside)
+        step = _secant(tried, limit) or _by_variance(tried[-1], limit, beside, variance)
         step = max(step, float(np.float32(least)))
         if step == tried[-1].step:  # the least one: no more can be said
             break
@@ -244,13 +260,11 @@ class _Trial(NamedTuple):
     found: Statistics
 
 
-def _step_for(z: np.ndarray, limit: float, between: tuple[float, float], beside: float) -> float:
-    """Returns the step at which these numbers take `limit` bytes a token; written for it they are others."""
-    try:
-        return cache_codec.find_step(functools.partial(_round, z), limit, between=between).step
-    except UserError as error:
-        detail = f"{beside:.1f} of them for the order of keys and biases"
-        raise UserError(f"config.message.bytes = {limit + beside:g}, {detail}: {error}") from error
+def _by_variance(trial: _Trial, limit: float, beside: float, variance: np.ndarray) -> float:
+    """Returns the step of `limit` bytes, if numbers take the same multiple of `gaussian_bits` at all steps."""
+    bits = gaussian_bits(variance, trial.step)
+    times = (trial.size - beside) / bits if bits else 1 / 8
+    return float(np.float32(guess_step(variance, (limit - beside) / times)))
 
 
 def _secant(tried: Sequence[_Trial], limit: float) -> float | None:
@@ -276,15 +290,16 @@ def _bytes_beside(sections: Sequence[Section], tables: Float[np.ndarray, "r l k"
     return (packed - cache_codec.bits(statistics, numbers) / 8) / len(numbers)
 
 
-def _round(z: np.ndarray, step: float) -> np.ndarray:
-    return np.clip(np.rint(z / step), -(2**30), 2**30).astype(np.int32)  # a first guess may be far too small
+def gaussian_bits(variance: Float[np.ndarray, " w"], step: float) -> float:
+    """Returns the bits of Gaussian numbers in this step, where each is small beside its deviation."""
+    each = 0.5 * np.log2(2 * np.pi * np.e * np.maximum(variance.astype(np.float64), 1e-30)) - math.log2(step)
+    return float(np.maximum(each, 0).sum())
 
 
-def guess_step(variance: np.ndarray, bits: float) -> float:
-    """Returns the step at which Gaussian numbers would take so many bits, where each is small beside its deviation."""
+def guess_step(variance: Float[np.ndarray, " w"], bits: float) -> float:
+    """Returns the step of so many `gaussian_bits`."""
     low, high = -40.0, 20.0  # powers of 2
     for _ in range(60):
         middle = (low + high) / 2
-        each = 0.5 * np.log2(2 * np.pi * np.e * np.maximum(variance, 1e-30)) - middle
-        low, high = (middle, high) if np.maximum(each, 0).sum() > bits else (low, middle)
+        low, high = (middle, high) if gaussian_bits(variance, 2.0**middle) > bits else (low, middle)
     return 2.0**high

@@ -28,7 +28,7 @@ from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.models import cache_choice, cache_code, cache_message
 from lw_jax.models.cache_code import Code
 from lw_jax.models.cache_codec import Statistics
-from lw_jax.recipes.cache_held_out import HeldOut, Nats, guess_step
+from lw_jax.recipes.cache_held_out import Answers, HeldOut, guess_step
 from lw_jax.training import wire_tensors
 from sharding import place
 
@@ -36,14 +36,13 @@ if TYPE_CHECKING:
     from lw_jax.recipes.cache_wire import CacheWire
 
 PART_HELD_OUT = 8  # one of so many texts is held out
-# A text's numbers cost 16 writings and readings, and are found some ten times. What was read of them stays on the
-# device: on a card one batch.
+# Their numbers are found some twenty times. What was read of them stays on the device: on a card one batch.
 MOST_HELD_OUT = {"cpu": 12, "gpu": 32}
 # Ratios that have a step of their own, beside the run's; others take the next smaller one's.
 RATES = {1: "all", 2: "half", 4: "quarter", 8: "eighth"}
-# From one of so many positions on a fit is taken where it lowers the nats at all: it gave 2 to 11 points of the text's
-# gain wherever it was tried, which a dozen texts cannot tell from chance. Below it may hurt, and must do so surely.
-FEW = 8
+# From one of so many positions on a fit is taken where answers diverge less from the text's at all: it brought them
+# nearer wherever it was tried, which a dozen texts cannot always tell from chance. Below they must do so surely.
+FEW = 4
 ROWS = {"cpu": 4, "gpu": 32}  # texts at once
 CHUNK = 1024  # tokens whose states are in memory at once
 WEIGHED = 0.25  # power of a layer's share of the table at a quarter, which weighs its states
@@ -137,14 +136,14 @@ def _fit(
         with phase(f"{name}: fitting a basis of {width} numbers for {states.width:,} of a token's keys and values"):
             first = cache_code.fit_code(states.chunks, shape, width, weights=jnp.stack([by_layer, by_layer]))
             variance = _variance(first, states)
-        step = guess_step(np.asarray(variance, np.float64), 8 * cfg.message.bytes)
+        step = guess_step(np.asarray(variance), 8 * cfg.message.bytes)
         settings = {"step": jnp.float32(step), "factors": recipe.wire.readers[name].mode.factors}
         weights = _weights(read, tables, cfg.encoder.ratio)
         with phase(f"{name}: what messages say of the states", states.count, "tokens") as done:
-            for begin, (y, _) in zip(range(0, states.count, CHUNK), states.chunks(), strict=True):
+            for begin, (y, real) in zip(range(0, states.count, CHUNK), states.chunks(), strict=True):
                 part = weights[begin : begin + CHUNK]
-                padded = np.pad(part, ((0, CHUNK - len(part)), (0, 0), (0, 0)))
-                filled = _fill(first, y, padded, variance=variance, **settings)
+                padded = np.pad(part, ((0, CHUNK - len(part)), (0, 0), (0, 0)), mode="edge")
+                filled = _fill(first, y, real, padded, variance=variance, **settings)
                 states.replace(begin, np.asarray(filled)[: len(part)])
                 done.advance(len(part))
         with phase(f"{name}: fitting the basis anew to that"):
@@ -176,8 +175,8 @@ def _weigh(scores: jax.Array, power: jax.Array, mask: jax.Array, count: jax.Arra
 
 
 @functools.partial(jax.jit, static_argnames="factors")
-def _fill(code: Code, y: jax.Array, weights: jax.Array, **settings: Any) -> jax.Array:
-    return cache_code.fill(code, y.astype(jnp.float32), weights, **settings).astype(jnp.bfloat16)
+def _fill(code: Code, y: jax.Array, real: jax.Array, weights: jax.Array, **settings: Any) -> jax.Array:
+    return cache_code.fill(code, y.astype(jnp.float32), real, weights, **settings).astype(jnp.bfloat16)
 
 
 def _read(
@@ -223,30 +222,34 @@ def _squares(code: Code, y: jax.Array, real: jax.Array) -> jax.Array:
 
 
 def _settle(texts: HeldOut, limit: float, run_ratio: int) -> dict[str, jax.Array]:
-    """Returns steps and statistics of all ratios, and whether texts are fitted: where that gives a smaller NLL (`FEW`).
+    """Returns steps and statistics of all ratios, and whether texts are fitted: where answers are nearer (`FEW`).
 
     The fewer positions, the more a fit gives: at the next smaller ratio it is tried where it served the larger one.
     `limit`: bytes a token of the text. `run_ratio`: the run's.
     """
     print(f"{texts.name}: steps for {limit} bytes a token, found on {texts.tokens:,} held-out tokens", flush=True)
-    step, chosen, fits = guess_step(np.asarray(texts.code["variance"], np.float64), 8 * limit), {}, True
+    step, chosen, fits = guess_step(np.asarray(texts.code["variance"]), 8 * limit), {}, True
     for ratio in sorted({run_ratio, *RATES}, reverse=True):
-        ways: dict[bool, tuple[Nats, Statistics]] = {}
+        ways: dict[bool, tuple[Answers, Statistics]] = {}
         for fitted in (False, True) if fits and ratio > 1 else (False,):
             rate = texts.find_rate(ratio, limit, step, fitted=fitted)
-            ways[fitted], step = (texts.nats(ratio, rate.step, fitted=fitted), rate), rate.step
+            ways[fitted], step = (texts.answers(ratio, rate.step, fitted=fitted), rate), rate.step
         if fits := True in ways:
-            exact, nats = ways[False][0], ways[True][0]
-            fits = nats.mean < exact.mean if ratio >= FEW else nats.is_surely_below(exact)
+            exact, answers = ways[False][0], ways[True][0]
+            fits = answers.divergence < exact.divergence if ratio >= FEW else answers.is_surely_nearer(exact)
         chosen[ratio] = fits, *ways[fits]
-        words = (f"{'values and biases fitted' if way else 'exact values'} {ways[way][0].mean:.3f}" for way in ways)
-        print(f"{texts.name}: one of {ratio} positions: {', '.join(words)} nats; step {step:.4f}", flush=True)
+        words = (
+            f"{'values and biases fitted' if way else 'exact values'} {answers.nats:.3f} nats, "
+            f"{answers.divergence:.3f} from the text's"
+            for way, (answers, _) in ways.items()
+        )
+        print(f"{texts.name}: one of {ratio} positions: {'; '.join(words)}; step {step:.4f}", flush=True)
     fits, _, rate = chosen[run_ratio]
     shown = {row: chosen[ratio][1] for ratio, row in RATES.items()}
     if texts.has_others:
-        shown["another text's"] = texts.nats(run_ratio, rate.step, fitted=fits, shuffled=True)
-    shown |= {row: texts.nats_of_prompt(row) for row in ("none", "text")}
-    rows = ", ".join(f"{row} {nats.mean:.3f}" for row, nats in shown.items())
+        shown["another text's"] = texts.answers(run_ratio, rate.step, fitted=fits, shuffled=True)
+    shown |= {row: texts.answers_of_prompt(row) for row in ("none", "text")}
+    rows = ", ".join(f"{row} {answers.nats:.3f}" for row, answers in shown.items())
     print(f"{texts.name}: nats a token of the answers to {len(texts)} held-out texts: {rows}", flush=True)
     # Of each ratio its own, or the next smaller one's.
     choices = [chosen[max(known for known in chosen if known <= ratio)] for ratio in range(1, RATIOS + 1)]

@@ -140,20 +140,6 @@ def test_order_and_biases_take_their_entropy():
     assert (whole - ordered) * 8 / (sent.levels >= 2).sum() == pytest.approx(4.05, rel=0.03)  # of N(0, 1) in quarters
 
 
-def test_step_that_gives_the_bytes():
-    z = draw(400, 64) * 0.01
-
-    def integers(step):
-        return np.rint(z / step).astype(np.int32)
-
-    for wanted in (8.0, 20.0):
-        statistics = cache_codec.find_step(integers, wanted)
-        assert cache_codec.bits(statistics, integers(statistics.step)) / 8 / len(z) == pytest.approx(wanted, rel=0.01)
-        assert statistics.step == float(np.float32(statistics.step))
-    with pytest.raises(UserError, match=r"^0\.001 bytes a token"):
-        cache_codec.find_step(integers, 0.001)
-
-
 # --- the format ---
 
 
