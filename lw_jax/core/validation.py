@@ -13,6 +13,7 @@ from lw_jax.core.config_keys import refuse, suggest
 from lw_jax.core.config_sections import BITS, FIELDS, MEANING, PLACEMENTS
 from lw_jax.core.errors import UserError
 from lw_jax.core.eval_rows import OF_CACHE, RATIOS
+from sharding.placement import MODEL_AXIS, OWN_DATA
 
 SMOOTHED = ("sigmoid", "robust")  # terms of dpo.loss that know label smoothing
 MOST_VALUES = 2**24  # of a message: 64 MiB as fp32
@@ -322,10 +323,10 @@ def _check_mesh(cfg: Config) -> None:
         refuse("mesh.data", 0, "must be above 0, or -1 for all devices that remain.")
     if mesh.placement == "tensor" and mesh.model == 1:
         refuse("mesh.placement", "tensor", "needs mesh.model of 2 or more to split readers over; it is 1.")
-    if mesh.placement not in ("tensor", "split") and mesh.model > 1:
+    if mesh.placement not in MODEL_AXIS and mesh.model > 1:
         rule = f"must be 1 for placement {mesh.placement!r}; 'tensor' and 'split' use the axis."
         refuse("mesh.model", mesh.model, rule)
-    if mesh.placement in ("auto", "single", "hybrid3", "hybrid4") and mesh.data != -1:
+    if mesh.placement in ("auto", *OWN_DATA) and mesh.data != -1:
         refuse("mesh.data", mesh.data, f"must be -1 for placement {mesh.placement!r}, which decides it itself.")
     if mesh.placement == "fsdp" and mesh.data == 1:
         refuse("mesh.placement", "fsdp", "needs mesh.data of 2 or more to split readers over; 'replicate' takes 1.")

@@ -7,7 +7,7 @@ from typing import Any
 from lw_jax.planning.roofline import Times
 from lw_jax.training.evaluation_memory import EvaluationMemory
 from lw_jax.training.memory import bytes_of
-from sharding.placement import Placement
+from sharding.placement import HYBRIDS, MODEL_AXIS, OWN_DATA, Placement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Candidate:
 
     def overrides(self) -> dict[str, str | int]:
         """Returns, by path, the configuration values that make a run of it."""
-        data = -1 if self.strategy == "single" else self.data
+        data = -1 if self.strategy in OWN_DATA else self.data
         return {"mesh.placement": self.strategy, "mesh.data": data, "mesh.model": self.model}
 
 
@@ -130,8 +130,8 @@ class Plan:
 def layout(placed: Placement) -> dict[str, Any]:
     return {
         "mesh": mesh_of(placed),
-        "data": -1 if placed.strategy in ("hybrid3", "hybrid4") else placed.data,
-        "model": placed.learner.shape["model"] if placed.strategy in ("tensor", "split") else 1,
+        "data": -1 if placed.strategy in HYBRIDS else placed.data,
+        "model": placed.learner.shape["model"] if placed.strategy in MODEL_AXIS else 1,
         "devices_used": placed.devices,
     }
 
