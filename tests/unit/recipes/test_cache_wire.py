@@ -22,11 +22,13 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
 from lw_jax.data import batches
 from lw_jax.evals import cache_functions, cache_rows
+from lw_jax.evals.control_rows import ANSWER
 from lw_jax.inference import coded_evaluation, evaluation, trained_wire
 from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.inference.export import MOST_CACHE_BYTES
 from lw_jax.models import cache_code, cache_codec, cache_message
 from lw_jax.recipes import cache_start
+from lw_jax.recipes.cache_held_out import HeldOut
 from lw_jax.recipes.cache_wire import CacheWire
 from lw_jax.training import memory_limit, wire_tensors
 from tests import tiny
@@ -209,6 +211,26 @@ def test_the_taught_row_is_that_of_the_text_in_one_piece(wire):
     np.testing.assert_allclose(*scores, atol=1e-4)
     bare = bench.prompts(parts, name, ["text"])["text"].prompt
     assert np.abs(bench.score(parts, name, bare)["nll"] - scores[0]).max() > 1e-3
+
+
+def test_answers_are_compared_with_those_behind_the_text(wire):
+    recipe, name = wire.recipe, "llama"
+    encoded = recipe.encode(recipe.curriculum.examples("validation")[:2])
+    alone = dataclasses.replace(encoded, readers={name: encoded.readers[name]})
+    pair_of_texts = list(cache_rows.batches_by_length(alone, range(2), 2))
+    texts = HeldOut(recipe.functions, wire.frozen[name], name, wire.codes[name], pair_of_texts)
+    text, none = (texts.answers_of_prompt(row) for row in ("text", "none"))
+    np.testing.assert_allclose(text.kl, 0.0, atol=1e-5)
+
+    fields, wanted = pair_of_texts[0]["readers"][name], {}
+    answers = {key: fields[key] for key in ANSWER}
+    for row in ("text", "none"):
+        prompt = recipe.functions.prompt_from_text(wire.frozen[name], fields[row])
+        logits = recipe.functions.answer_logits(wire.frozen[name], prompt, answers, name)
+        wanted[row] = np.asarray(jax.nn.log_softmax(logits), np.float64)
+    divergence = (np.exp(wanted["text"]) * (wanted["text"] - wanted["none"])).sum(axis=2) * fields["weights"]
+    np.testing.assert_allclose(none.kl, divergence.sum(axis=1), rtol=1e-3)
+    assert none.divergence > 1e-3
 
 
 ROWS = ("text", "text_taught", "latents", "shuffled", "zero", "none", "all", "half", "quarter", "eighth")
