@@ -25,10 +25,7 @@ STRATEGIES = {
 }
 
 
-HYBRIDS = ("hybrid3", "hybrid4")  # of a number of devices that is theirs
-MULTI_MESH = ("split", *HYBRIDS)  # readers on devices of their own: one process drives them all
-OWN_DATA = ("single", *HYBRIDS)  # decide the size of the data axis themselves
-MODEL_AXIS = ("tensor", "split")  # take a model axis
+MULTI_MESH = ("split", "hybrid3", "hybrid4")  # readers on devices of their own: one process drives them all
 
 
 @dataclasses.dataclass(frozen=True)

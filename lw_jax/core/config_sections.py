@@ -10,7 +10,10 @@ from typing import Any
 from lw_jax.core import eval_rows
 from lw_jax.core.config_keys import key, section
 
-PLACEMENTS = ("auto", "single", "replicate", "fsdp", "tensor", "split", "hybrid3", "hybrid4")
+HYBRIDS = ("hybrid3", "hybrid4")  # placements on a number of devices that is theirs
+PLACEMENTS = ("auto", "single", "replicate", "fsdp", "tensor", "split", *HYBRIDS)
+OWN_DATA = ("single", *HYBRIDS)  # that decide mesh.data themselves
+MODEL_AXIS = ("tensor", "split")  # that take mesh.model
 BITS = (16, 8, 6, 4, 2)  # of a value in a message
 # recipe -> the fields of its rows, which data.columns may take from other columns; "text" is of passages
 FIELDS = {

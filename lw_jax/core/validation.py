@@ -10,10 +10,9 @@ from collections.abc import Mapping
 
 from lw_jax.core.config import REMATS, Config, build, split_prompt
 from lw_jax.core.config_keys import refuse, suggest
-from lw_jax.core.config_sections import BITS, FIELDS, MEANING, PLACEMENTS
+from lw_jax.core.config_sections import BITS, FIELDS, MEANING, MODEL_AXIS, OWN_DATA, PLACEMENTS
 from lw_jax.core.errors import UserError
 from lw_jax.core.eval_rows import OF_CACHE, RATIOS
-from sharding.placement import MODEL_AXIS, OWN_DATA
 
 SMOOTHED = ("sigmoid", "robust")  # terms of dpo.loss that know label smoothing
 MOST_VALUES = 2**24  # of a message: 64 MiB as fp32

@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from lw_jax.core.config_sections import HYBRIDS, MODEL_AXIS, OWN_DATA
 from lw_jax.planning.roofline import Times
 from lw_jax.training.evaluation_memory import EvaluationMemory
 from lw_jax.training.memory import bytes_of
-from sharding.placement import HYBRIDS, MODEL_AXIS, OWN_DATA, Placement
+from sharding.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
