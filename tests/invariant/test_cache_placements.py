@@ -20,8 +20,8 @@ PLACED = {
     "split 2": {"devices": 2, "strategy": "split"},
 }
 BOTH = "data 2 x tensor 2"  # splits both the rows and the readers
-NATS = 2e-3  # of an answer: integers of the code that lie between two may be rounded to either
-ROUNDED = 0.002  # share of a code's integers that other sums round to the next one
+NATS = 0.03  # of an answer of some 25 nats: whole numbers of the code that serve alike may be taken or not
+ROUNDED = 0.01  # share of a code's whole numbers that other sums change, each beside all others
 DECODED = 1e-3  # relative, of what a basis from other sums explains
 
 
@@ -62,7 +62,7 @@ def test_both_readers_write_read_and_score_alike_in_every_placement(name, root, 
         ours, theirs = wire.section(own, reader), first.section(message, reader)
         np.testing.assert_array_equal(ours.levels, theirs.levels)
         apart = np.abs(ours.numbers.astype(int) - theirs.numbers)
-        assert apart.max() <= 1 and (apart > 0).mean() <= ROUNDED
+        assert apart.max() <= 2 and (apart > 0).mean() <= ROUNDED
         # Either's message serves the other.
         assert wire.read(message, reader, list(QUESTIONS)) == first.read(message, reader, list(QUESTIONS))
     assert told == answers
