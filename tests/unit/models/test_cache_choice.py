@@ -76,3 +76,18 @@ def test_states_that_are_all_alike_have_a_code():
     k, v = cache_code.read(code, jnp.ones((1, 2, 4)))
     assert np.isfinite(k).all() and np.isfinite(v).all()
     np.testing.assert_allclose(code.mean, 5.0)
+
+
+def test_a_head_whose_fitted_values_would_explode_has_exact_ones():
+    """One kept key to which no query pays; the text's others give much."""
+    keys = jnp.asarray([[[4.0, 0.0], [4.0, 0.1], [-9.0, 0.0]]])
+    values = jnp.asarray([[[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]]])
+    queries = jnp.asarray([[[[2.0, 0.0]], [[2.0, 0.3]], [[2.0, -0.3]]]])
+    scores = jnp.einsum("bqge,bte->bqgt", queries * 2**-0.5, keys)
+    total = jax.nn.logsumexp(scores, axis=-1) + 0.3  # of other keys beside the text
+    for place, exact in ((0, False), (2, True)):
+        at, chosen = slice(place, place + 1), jnp.ones((1, 1), bool)
+        sent = keys[:, at], values[:, at], chosen
+        found, _ = cache_choice._fit_head(queries, total, keys, values, *sent, mask=jnp.ones((1, 3), bool))
+        assert np.isfinite(found).all() and np.linalg.norm(found) <= 3.0
+        assert np.allclose(found, values[:, at]) == exact
