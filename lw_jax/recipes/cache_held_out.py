@@ -29,6 +29,7 @@ _log = logging.getLogger(__name__)
 TOLERANCE = 0.01  # of the bytes of a message
 WARNED = 0.05
 MOST_SOLVES = 6
+HEADROOM = 1.5  # x the largest number of these texts: that of others
 SURELY = 2.0  # standard errors
 
 
@@ -227,7 +228,7 @@ def find_rate(
     beside, tried = None, list[_Trial]()
     for _ in range(MOST_SOLVES):
         numbers, send = write(step)
-        least = max(int(np.abs(numbers).max()), 1) * step / cache_codec.LARGEST
+        least = max(int(np.abs(numbers).max()), 1) * step * HEADROOM / cache_codec.LARGEST
         if least > step:
             step = least * (1 + TOLERANCE)
             continue

@@ -51,7 +51,7 @@ def test_what_is_sent_is_made_once_however_often_numbers_are_found():
 
 def test_more_bytes_than_numbers_can_say_take_the_least_step():
     found = find_rate(write, 1000.0, 1e-9)
-    assert np.abs(Z).max() / found.step == pytest.approx(cache_codec.LARGEST, rel=0.1)
+    assert np.abs(Z).max() / found.step == pytest.approx(cache_codec.LARGEST / 1.5, rel=0.1), "room for other texts"
 
 
 @pytest.mark.parametrize(("limit", "longer"), [(9.0, False), (5.0, True)])
