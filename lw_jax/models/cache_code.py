@@ -157,7 +157,7 @@ def _by_head(code: Code) -> Float[Array, "g w c"]:
 
 
 def _map_pieces(piece: Callable[..., jax.Array], most: int, *tokens: Float[Array, "n ..."]) -> jax.Array:
-    """Returns a function of tokens, of at most so many at a time, the last piece filled up with the last token."""
+    """Returns a function of tokens, of `most` at a time; the last piece is filled up with the last token."""
     count = tokens[0].shape[0]
     pieces = -(-count // most)
     places = jnp.minimum(jnp.arange(pieces * -(-count // pieces)), count - 1).reshape(pieces, -1)
