@@ -98,56 +98,52 @@ def solve(  # noqa: PLR0913
     rate = 1.0 / (LAPLACIAN * jnp.sqrt(jnp.maximum(variance, jnp.finfo(jnp.float32).tiny)))
     with jax.default_matmul_precision("highest"):
         products = multiply("gwc,gvc->gwv", by_head, by_head, factors=factors)
-    tokens = (weights.reshape(*x.shape[:2], -1), first, pull, steps, price)
+    tokens = (weights.reshape(*x.shape[:2], -1), first, pull, rate[None, None] * steps, price)
 
-    def piece(tokens: tuple[jax.Array, ...]) -> jax.Array:
-        weights, first, pull, steps, price = tokens
+    def solve_token(token: tuple[jax.Array, ...]) -> jax.Array:
+        weights, first, pull, rate, price = token
         with jax.default_matmul_precision("highest"):
-            gram = jnp.einsum("pg,gwv->pwv", weights, products)
-        return _descend(gram, first, pull, rate[None] * steps, price, sweeps)
+            gram = jnp.einsum("g,gwv->wv", weights, products)
+        return _descend(gram, first, pull, rate, price, sweeps)
 
     ways = {
-        platform: functools.partial(_map_pieces, piece, max(1, size // (4 * basis.shape[0] ** 2)))
+        platform: functools.partial(_map_pieces, solve_token, max(1, size // (4 * basis.shape[0] ** 2)))
         for platform, size in _PIECE_BYTES.items()
     }
-    numbers = jax.lax.platform_dependent(*(leaf.reshape(-1, leaf.shape[2]) for leaf in tokens), **ways)
+    numbers = jax.lax.platform_dependent(tuple(leaf.reshape(-1, leaf.shape[2]) for leaf in tokens), **ways)
     return numbers.reshape(first.shape).astype(jnp.int32)
 
 
 def _descend(  # noqa: PLR0913
-    gram: Float[Array, "p w w"],
-    first: Float[Array, "p w"],
-    pull: Float[Array, "p w"],
-    rate: Float[Array, "p w"],
-    price: Float[Array, "p 1"],
+    gram: Float[Array, "w w"],
+    first: Float[Array, " w"],
+    pull: Float[Array, " w"],
+    rate: Float[Array, " w"],
+    price: Float[Array, " 1"],
     sweeps: int,
-) -> Float[Array, "p w"]:
+) -> Float[Array, " w"]:
     """Returns whole numbers m that lessen m gram m / 2 - m pull + price nats(m), by coordinate descent from `first`.
 
     Rounded, a Laplacian number whose mean size is 1 / rate takes rate |m| - rate / 2 + log(2 / (1 + exp(-rate / 2)))
     nats more than 0.
     """
-    diagonal = jnp.diagonal(gram, axis1=1, axis2=2)
+    diagonal = jnp.diagonal(gram)
     cost, least = price / diagonal, jnp.log(2 / (1 + jnp.exp(-rate / 2))) - rate / 2
 
     def place(turn: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         numbers, slope = carry
-        at = turn % numbers.shape[1]
-        number, slope_at, power, cost_at, rate_at, least_at = (
-            jax.lax.dynamic_index_in_dim(leaf, at, 1, keepdims=False)
-            for leaf in (numbers, slope, diagonal, cost, rate, least)
-        )
-        best = number + slope_at / power  # without a price
+        at = turn % len(numbers)
+        best = numbers[at] + slope[at] / diagonal[at]  # without a price
         size = jnp.abs(best)
-        near = jnp.clip(jnp.rint(size - cost_at * rate_at), 1.0, _FARTHEST)
-        gain = size * near - near**2 / 2 - cost_at * (near * rate_at + least_at)  # over 0
+        near = jnp.clip(jnp.rint(size - cost[at] * rate[at]), 1.0, _FARTHEST)
+        gain = size * near - near**2 / 2 - cost[at] * (near * rate[at] + least[at])  # over 0
         new = jnp.where(gain > 0, jnp.sign(best) * near, 0.0)
-        slope = slope - (new - number)[:, None] * jax.lax.dynamic_index_in_dim(gram, at, 1, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(numbers, new, at, 1), slope
+        slope = slope - (new - numbers[at]) * gram[at]
+        return jax.lax.dynamic_update_index_in_dim(numbers, new, at, 0), slope
 
     first = jnp.clip(jnp.rint(first), -_FARTHEST, _FARTHEST)
-    slope = pull - jnp.einsum("pwv,pv->pw", gram, first, precision="highest")
-    return jax.lax.fori_loop(0, sweeps * first.shape[1], place, (first, slope))[0]
+    slope = pull - jnp.einsum("wv,v->w", gram, first, precision="highest")
+    return jax.lax.fori_loop(0, sweeps * len(first), place, (first, slope))[0]
 
 
 def _by_head(code: Code) -> Float[Array, "g w c"]:
@@ -156,13 +152,14 @@ def _by_head(code: Code) -> Float[Array, "g w c"]:
     return basis.reshape(-1, len(code.basis), 2 * code.mean.shape[3])
 
 
-def _map_pieces(piece: Callable[..., jax.Array], most: int, *tokens: Float[Array, "n ..."]) -> jax.Array:
-    """Returns a function of tokens, of `most` at a time; the last piece is filled up with the last token."""
-    count = tokens[0].shape[0]
+def _map_pieces(function: Callable[..., jax.Array], most: int, tokens: tuple[Float[Array, "n _"], ...]) -> jax.Array:
+    """Returns a function of each token, of `most` at a time: `jax.lax.map` has a second program for what is left."""
+    count = len(tokens[0])
     pieces = -(-count // most)
-    places = jnp.minimum(jnp.arange(pieces * -(-count // pieces)), count - 1).reshape(pieces, -1)
-    found = jax.lax.map(lambda at: piece(tuple(leaf[at] for leaf in tokens)), places)
-    return found.reshape(-1, *found.shape[2:])[:count]
+    size = -(-count // pieces)
+    padded = (jnp.pad(leaf, ((0, pieces * size - count), (0, 0)), mode="edge") for leaf in tokens)
+    found = jax.lax.map(jax.vmap(function), tuple(leaf.reshape(pieces, size, -1) for leaf in padded))
+    return found.reshape(pieces * size, -1)[:count]
 
 
 def read(code: Code, z: Float[Array, "b t w"]) -> tuple[Float[Array, "l b t k e"], Float[Array, "l b t k e"]]:
