@@ -112,18 +112,18 @@ def _borders(text: str, spans: np.ndarray) -> list[int]:
     return sorted(place for place in beside if not unicodedata.category(text[place : place + 1] or " ").startswith("M"))
 
 
-def score(found: list[Word], scored: Scored) -> np.ndarray:
+def score(words: list[Word], scored: Scored) -> np.ndarray:
     """Returns each word's nats f64[w], the sum of its tokens'; -inf with no token or too many.
 
     A token belongs to the first word of which it has a character. Words beyond the last token have none.
     """
-    if not found:
+    if not words:
         return np.zeros(0)
-    starts, ends = np.array(found).T
-    first = np.minimum(np.searchsorted(ends, scored.spans[:, 0], side="right"), len(found) - 1)
+    starts, ends = np.array(words).T
+    first = np.minimum(np.searchsorted(ends, scored.spans[:, 0], side="right"), len(words) - 1)
     within = (scored.spans[:, 0] < ends[first]) & (scored.spans[:, 1] > starts[first])
-    total = np.bincount(first[within], scored.values[within].astype(np.float64), len(found))
-    tokens = np.bincount(first[within], minlength=len(found))
+    total = np.bincount(first[within], scored.values[within].astype(np.float64), len(words))
+    tokens = np.bincount(first[within], minlength=len(words))
     return np.where((tokens > 0) & (tokens <= LONGEST), total, -np.inf)
 
 

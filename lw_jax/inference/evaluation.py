@@ -236,16 +236,19 @@ def write(found: Evaluation, workdir: Path, *, step: int, data: str) -> list[Pat
     return [workdir / name for name in names]
 
 
-def describe(found: Evaluation) -> str:
-    lines = [comparison.table(found.summary), ""]
-    lines += [comparison.format_comparison(reader, figures) for reader, figures in found.readers.items()]
-    if found.joint:
-        lines.append(joint.format_figures(found.joint))
-    if found.latents:
-        lines.append(geometry.format_figures(found.latents))
-    if found.curve:
-        lines += ["", quality_curve.table(found.curve)]
-    lines += ["", *(verdict.sentence(name, row, found.summary.get(name, {})) for name, row in found.readers.items())]
+def describe(evaluation: Evaluation) -> str:
+    lines = [comparison.table(evaluation.summary), ""]
+    lines += [comparison.format_comparison(reader, figures) for reader, figures in evaluation.readers.items()]
+    if evaluation.joint:
+        lines.append(joint.format_figures(evaluation.joint))
+    if evaluation.latents:
+        lines.append(geometry.format_figures(evaluation.latents))
+    if evaluation.curve:
+        lines += ["", quality_curve.table(evaluation.curve)]
+    lines += [
+        "",
+        *(verdict.sentence(name, row, evaluation.summary.get(name, {})) for name, row in evaluation.readers.items()),
+    ]
     return "\n".join(lines)
 
 

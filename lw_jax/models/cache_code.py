@@ -158,8 +158,8 @@ def _map_pieces(function: Callable[..., jax.Array], most: int, tokens: tuple[Flo
     pieces = -(-count // most)
     size = -(-count // pieces)
     padded = (jnp.pad(leaf, ((0, pieces * size - count), (0, 0)), mode="edge") for leaf in tokens)
-    found = jax.lax.map(jax.vmap(function), tuple(leaf.reshape(pieces, size, -1) for leaf in padded))
-    return found.reshape(pieces * size, -1)[:count]
+    values = jax.lax.map(jax.vmap(function), tuple(leaf.reshape(pieces, size, -1) for leaf in padded))
+    return values.reshape(pieces * size, -1)[:count]
 
 
 def read(code: Code, z: Float[Array, "b t w"]) -> tuple[Float[Array, "l b t k e"], Float[Array, "l b t k e"]]:

@@ -166,13 +166,13 @@ def without_compiling(cfg: Config, hardware: Hardware) -> tuple[Config, Placemen
     return (cfg, placed) if needs.peak <= hardware.limit.usable else None
 
 
-def pick(found: Sequence[_C]) -> _C | None:
+def pick(candidates: Sequence[_C]) -> _C | None:
     """Returns the fastest candidate that fits; of equally fast ones that with the fewest devices, then the least full.
 
     Times are predictions: a gain of less than 2 % does not pay for more devices. Where one of them is not known, the
     arithmetic of one device stands for time, and of equals the one that sends least is taken.
     """
-    fitting = [option for option in found if option.fits]
+    fitting = [option for option in candidates if option.fits]
     timed = all(option.step_seconds for option in fitting)
 
     def cost(option: _C) -> float:

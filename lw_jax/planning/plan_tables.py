@@ -85,12 +85,12 @@ def _flags(values: Mapping[str, Any]) -> str:
     return " ".join(f"--config.{path}={value}" for path, value in values.items())
 
 
-def candidates(found: Iterable[StepCandidate]) -> list[tuple[str, ...]]:
+def candidates(options: Iterable[StepCandidate]) -> list[tuple[str, ...]]:
     """Returns the head and a row for each candidate; the last cell says why one does not fit."""
     head = ("strategy", "mesh", "remat", "batch x acc", "peak", "est.", "weights", "train+opt", "activ.")
     head += ("TFLOP", "sent", "s/step", "est.", "samples/s", "")
     table: list[tuple[str, ...]] = [head]
-    for option in found:
+    for option in options:
         peak, seconds = (option.estimate.peak_bytes, option.estimate.step_seconds) if option.estimate else (0, None)
         table.append(
             (

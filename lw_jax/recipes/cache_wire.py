@@ -76,9 +76,9 @@ class CacheWire(WireReaders):
         attach = functools.partial(cache_rows.attach, layout=self.layout)
         return Curriculum(self.cfg, self.layout, self.tokenizers, attach, rows=("context",))
 
-    def encode(self, found: Sequence[Example]) -> Encoded:
+    def encode(self, examples: Sequence[Example]) -> Encoded:
         """Returns questions as token ids, with the fields of all rows."""
-        return cache_rows.attach(batches.encode(found, layout=self.layout, rows=cache_rows.FIELDS), self.layout)
+        return cache_rows.attach(batches.encode(examples, layout=self.layout, rows=cache_rows.FIELDS), self.layout)
 
     def longest_prompts(self) -> dict[str, int]:
         limits = {"data.context_tokens": self.cfg.data.context_tokens, "the stages' lengths": longest_passage(self.cfg)}

@@ -277,16 +277,16 @@ def moments(sums: Sums) -> tuple[np.ndarray, np.ndarray]:
     return centre + sums.shift, np.sqrt(np.maximum(variance, 1e-12))
 
 
-def align(params: Tree, found: Fit) -> Tree:
+def align(params: Tree, fit: Fit) -> Tree:
     """Returns an adapter whose linear layer is the regression, its hidden path silent."""
-    size = found.size[:, :, None, None]
+    size = fit.size[:, :, None, None]
     kernel, bias = params["read"]["kernel"], params["read"]["bias"]
     read = {
-        "kernel": jnp.asarray(found.kernel / size, jnp.float32).reshape(kernel.shape),
-        "bias": jnp.asarray(found.mean / size, jnp.float32).reshape(bias.shape),
+        "kernel": jnp.asarray(fit.kernel / size, jnp.float32).reshape(kernel.shape),
+        "bias": jnp.asarray(fit.mean / size, jnp.float32).reshape(bias.shape),
     }
     silent = jax.tree.map(jnp.zeros_like, params["down"])
-    return params | {"read": read, "down": silent, "gain": jnp.asarray(found.size, jnp.float32)}
+    return params | {"read": read, "down": silent, "gain": jnp.asarray(fit.size, jnp.float32)}
 
 
 def calibrate(adapter: Pure[KVAdapter], params: Tree, sums: Sums) -> Tree:

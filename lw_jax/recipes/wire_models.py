@@ -39,17 +39,17 @@ def describe(cfg: Config, *, names: Collection[str] | None = None) -> dict[str, 
     return models
 
 
-def check(folder: Path, stated: Mapping[str, Model], cfg: Config, found: Mapping[str, Model]) -> None:
+def check(folder: Path, stated: Mapping[str, Model], cfg: Config, present: Mapping[str, Model]) -> None:
     """Refuses models other than those that a wire folder states.
 
     Raises:
       UserError: names the model, both hashes and the flag that names another.
     """
-    for name in sorted(stated.keys() | found.keys()):
-        if name not in stated or name not in found:
-            kind = "does not state" if name in found else "states, but its configuration does not have,"
+    for name in sorted(stated.keys() | present.keys()):
+        if name not in stated or name not in present:
+            kind = "does not state" if name in present else "states, but its configuration does not have,"
             raise UserError(f"{folder}: config.json {kind} models.{name}: copy the folder anew")
-        theirs, ours = stated[name], found[name]
+        theirs, ours = stated[name], present[name]
         if sorted(theirs.sha256.values()) != sorted(ours.sha256.values()):
             what, pair = "weights of sha256", (_short(theirs), _short(ours))
         elif theirs.fingerprint != ours.fingerprint:

@@ -117,9 +117,10 @@ def positions(run: Run) -> tuple[int, list[Span]]:
     return 0, []
 
 
-def by_position(found: Sequence[Span]) -> Table:
+def by_position(spans: Sequence[Span]) -> Table:
     rows = [
-        (one.name, str(one.last - one.first + 1), number(one.loss, digits=3), perplexity(one.loss)) for one in found
+        (span.name, str(span.last - span.first + 1), number(span.loss, digits=3), perplexity(span.loss))
+        for span in spans
     ]
     return Table(("positions", "count", "nats a token", "perplexity"), rows)
 

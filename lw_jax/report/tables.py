@@ -172,19 +172,19 @@ def _cells(figures: Mapping[str, Any], name: str, column: Column) -> list[str]:
     return cells
 
 
-def counts(found: Mapping[str, int]) -> str:
-    reasons = [f"{count} {REASONS[name]}" for name, count in found.items() if count and name in REASONS]
-    return "; ".join([f"{found.get('kept', 0)} of {found.get('given', 0)} used", *reasons])
+def counts(numbers: Mapping[str, int]) -> str:
+    reasons = [f"{count} {REASONS[name]}" for name, count in numbers.items() if count and name in REASONS]
+    return "; ".join([f"{numbers.get('kept', 0)} of {numbers.get('given', 0)} used", *reasons])
 
 
-def agreement(found: Mapping[str, Any]) -> str:
-    share, span = number(found["agreement"], 100), _interval(found["agreement_interval"], 100)
-    return f"All readers agree, after normalisation, on {share} % ({span}) of {found['examples']} examples."
+def agreement(figures: Mapping[str, Any]) -> str:
+    share, span = number(figures["agreement"], 100), _interval(figures["agreement_interval"], 100)
+    return f"All readers agree, after normalisation, on {share} % ({span}) of {figures['examples']} examples."
 
 
-def geometry(found: Mapping[str, Any]) -> Table:
+def geometry(figures: Mapping[str, Any]) -> Table:
     head = ("of the latents", "value")
-    return Table(head, [(text, number(found.get(name))) for name, text in GEOMETRY.items()])
+    return Table(head, [(text, number(figures.get(name))) for name, text in GEOMETRY.items()])
 
 
 def points(curve: Curve) -> Table:

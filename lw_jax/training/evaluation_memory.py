@@ -42,12 +42,12 @@ class Pass:
     lower: Callable[[int], list[tuple[Part, int]]]  # rows -> programs, each with its inputs' bytes, without `resident`
 
 
-def of(one: Pass, limit: MemoryLimit, *, compile: Compile | None = None) -> EvaluationMemory:
+def of(evaluated: Pass, limit: MemoryLimit, *, compile: Compile | None = None) -> EvaluationMemory:
     """Returns the memory of a pass; compiled unless twice what its trace says would fit: that takes half a minute."""
-    estimate = _search(one, limit, lambda rows: _peak(one, one.trace(rows)), compiled=False)
+    estimate = _search(evaluated, limit, lambda rows: _peak(evaluated, evaluated.trace(rows)), compiled=False)
     if compile is None or 2 * estimate.peak_bytes - estimate.resident_bytes <= limit.usable:
         return estimate
-    return _search(one, limit, _Compiled(one, compile, limit), compiled=True)
+    return _search(evaluated, limit, _Compiled(evaluated, compile, limit), compiled=True)
 
 
 def validation(step_spec: StepSpec) -> Pass:

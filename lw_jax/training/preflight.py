@@ -20,8 +20,8 @@ def inspect(cfg: Config, recipe: Recipe | None) -> list[Finding]:
     return sorted(findings, key=lambda finding: finding.severity)
 
 
-def refuse(found: Sequence[Finding]) -> None:
-    if errors := [finding.text for finding in found if finding.severity == "error"]:
+def refuse(findings: Sequence[Finding]) -> None:
+    if errors := [finding.text for finding in findings if finding.severity == "error"]:
         raise UserError("; ".join(errors))
 
 
