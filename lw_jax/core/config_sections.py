@@ -81,7 +81,7 @@ class Encoder:
     )
     texts: int = key(
         400,
-        "cache: texts of data.train that its basis and tables are computed from; one of eight is held out",
+        "cache: texts of data.train that its basis and tables are computed from; one of eight, 12 at most (GPU: 32), is held out",
         unit="texts",
         at_least=8,
         shapes="no",
@@ -501,7 +501,9 @@ class Compute:
         "recomputation in the backward pass: none of a layer, all but matmuls (dots, ttt only), all of it (full)",
         choices=("auto", "none", "dots", "full"),
     )
-    logits_chunk: int = key(512, "tokens of a device whose logits exist at once; 0: all", unit="tokens", at_least=0)
+    logits_chunk: int = key(
+        512, "tokens of a device whose logits exist at once, one row at least; 0: all", unit="tokens", at_least=0
+    )
 
 
 @dataclasses.dataclass(frozen=True)

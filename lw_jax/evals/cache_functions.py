@@ -44,11 +44,12 @@ class CacheFunctions(WireFunctions):
     ) -> list[Sent]:
         """Returns the messages of texts of these lengths [b] at each of the ratios, in the numbers of the first one.
 
-        `before`: the mask of that field. Where the first ratio has fitted values, the reading has kept its queries.
+        `before`: the mask of that field. Where a ratio is fitted, the reading has kept its queries.
         """
         counts = [count_kept(code, lengths, ratio) for ratio in ratios]
         step = np.full(len(lengths), code["step"][ratios[0] - 1], np.float32)
-        sizes = sizes_of(code, reading.text.mask.shape[1], ratios[0]) if is_fitted(code, ratios[0]) else None
+        width = reading.text.mask.shape[1]
+        sizes = tuple(sizes_of(code, width, ratio) if is_fitted(code, ratio) else None for ratio in ratios)
         return self.encode(code, reading, before, counts, step, name, sizes)
 
     @jitted("name", "sizes")
@@ -60,7 +61,7 @@ class CacheFunctions(WireFunctions):
         counts: list[jax.Array],
         step: jax.Array,
         name: str,
-        sizes: Sizes | None,
+        sizes: tuple[Sizes | None, ...],
     ) -> list[Sent]:
         """Returns the message for each of `counts` [l b k]; `before`: the mask of that field, `step` [b]."""
         seen = _count(before)

@@ -55,7 +55,8 @@ class CodedWire(Answering):
         """Returns the framed message of a text with a section for each reader, or for those that are named.
 
         `ratio`: positions of the text for one of the message, 1 to 16, or several from which `at` chooses when it is
-        read; None: config.encoder.ratio.
+        read: the numbers are then those of the least, so that a larger one answers less well than if it was written
+        alone; None: config.encoder.ratio.
         """
         chosen = self.recipe.cfg.encoder.ratio if ratio is None else ratio
         ratios = sorted({check_ratio(value) for value in ([chosen] if isinstance(chosen, int) else chosen)})
@@ -90,7 +91,7 @@ class CodedWire(Answering):
             for key, tokens in ids.items()
         }
         placed, code = self._put(fields, mesh), self.codes[name]
-        keep_queries = cache_functions.is_fitted(code, ratios[0])
+        keep_queries = any(cache_functions.is_fitted(code, ratio) for ratio in ratios)
         reading = self.functions.read_twice(self.frozen[name], placed, name, keep_queries)
         lengths = np.full(len(placed["own"]["mask"]), length)
         sent = self.functions.write(code, reading, placed["before"]["mask"], lengths, ratios, name)

@@ -98,19 +98,20 @@ def encode(  # noqa: PLR0913
     step: Float[Array, " b"],
     *,
     seen: jax.Array,
-    sizes: Sizes | None,
+    sizes: Sequence[Sizes | None],
     factors: str | None = None,
 ) -> list[Sent]:
     """Returns the message of a text for each choice of what is kept; the first has all keys of the others.
 
-    The numbers are those of the first, the same in all. With `sizes`, at least as many keys as each head keeps in the
-    first, values are fitted to the text and biases to what the reader decodes.
+    The numbers are those of the first, the same in all. A choice with `sizes`, of each head at least as many keys as
+    it keeps, has biases fitted to what the reader decodes; if the first has them, values are fitted to it as well.
     """
-    numbers = solve(params, want(cfg, reading, kept[0], seen=seen, sizes=sizes), step, factors)
-    if sizes is None:
-        return [Sent(numbers, choice, jnp.zeros(choice.shape), step) for choice in kept]
-    fit = functools.partial(fit_biases, cfg, params, reading, seen=seen, sizes=sizes)
-    return [Sent(numbers, choice, fit(choice, numbers, step), step) for choice in kept]
+    numbers = solve(params, want(cfg, reading, kept[0], seen=seen, sizes=sizes[0]), step, factors)
+    fit = functools.partial(fit_biases, cfg, params, reading, numbers=numbers, step=step, seen=seen)
+    return [
+        Sent(numbers, choice, jnp.zeros(choice.shape) if size is None else fit(kept=choice, sizes=size), step)
+        for choice, size in zip(kept, sizes, strict=True)
+    ]
 
 
 def fit_biases(  # noqa: PLR0913

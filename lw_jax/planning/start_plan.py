@@ -249,7 +249,7 @@ def _programs(recipe: CacheWire, name: str, rows: int, tokens: int) -> dict[bool
     def write(params: Any, code: Any, fields: Any, count: jax.Array, step: jax.Array) -> Any:
         reading = functions.read_twice(params, fields, name, True)
         sizes = kv_prefix.all_keys(model, tokens)
-        return functions.encode(code, reading, fields["before"]["mask"], [count], step, name, sizes)
+        return functions.encode(code, reading, fields["before"]["mask"], [count], step, name, (sizes,))
 
     step = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=replicated)
     return {False: (read, (params, fields)), True: (write, (params, code, fields, count, step))}

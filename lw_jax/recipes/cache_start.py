@@ -1,7 +1,7 @@
 """Start of a wire of kind "cache": each reader's basis, tables and step, in closed form from training texts.
 
 Seven texts in eight are read twice: what their keys are worth gives the tables, and their keys and values the basis.
-The eighth are held out: on them the steps of the numbers are found, and at which ratios values and biases are fitted,
+The others, at most MOST_HELD_OUT, are held out: on them the steps of the numbers are found, and at which ratios values and biases are fitted,
 which serves few positions and hurts many (docs/messages.md).
 """
 

@@ -111,12 +111,13 @@ class CacheWire(WireReaders):
             reading, before = self.functions.read_twice(frozen, text, name, any(ways)), fields["before"]["mask"]
             sizes = kv_prefix.all_keys(reader.config, mask.shape[1])
             messages = (
-                self.functions.encode(still, reading, before, [count], step, name, sizes if way else None)[0]
+                self.functions.encode(still, reading, before, [count], step, name, (sizes if way else None,))[0]
                 for way in ways
             )
             return functools.reduce(functools.partial(cache_message.choose, still["fitted"][ratio] > 0), messages)
 
-        sent = jax.lax.cond(jnp.any(still["fitted"][ratio] > 0), lambda: write(True, False), lambda: write(False))
+        # The code is the same on all shards: a batch's ratios would make it a select, which computes both.
+        sent = jax.lax.cond(jnp.any(still["fitted"] > 0), lambda: write(True, False), lambda: write(False))
         after = decoder.embed(frozen, fields["after"]["ids"])
         prefix = cache_message.decode(part, sent, mask, after.dtype)
         prefix = prefix._replace(k=reader.constrain(prefix.k), v=reader.constrain(prefix.v))

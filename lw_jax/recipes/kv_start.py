@@ -161,10 +161,11 @@ def _add_up(  # noqa: PLR0913
     slots = layout.count_slots([text.ids for text in texts]).tolist()
     weights = np.zeros((len(texts), layout.slots, field.width), np.float32)
     for rows, text, count, windows in zip(weights, texts, map(len, ids), slots, strict=True):
-        starts = tokenizer.starts(text.text)[:count]
-        # Without the encoder's tokens the windows are of as many of the reader's own.
-        places = window_starts(starts if text.starts is None else text.starts, windows)
-        rows[:windows, :count] = window_weights(starts, places)
+        starts = tokenizer.starts(text.text)
+        if text.starts is None:  # windows of as many of the reader's own tokens
+            starts = starts[:count]
+        places = window_starts(text.starts or starts, windows)
+        rows[:windows, :count] = window_weights(starts, places, count)
     if not before.size:
         weights[:, :, 0] = 0.0  # a text's first token, to which a reader attends for want of anything else
     weights /= np.maximum(weights.sum(axis=2, keepdims=True), 1.0)
@@ -207,17 +208,18 @@ def window_starts(starts: Sequence[int], windows: int) -> np.ndarray:
     return np.stack([places[first], places[last]], axis=1)
 
 
-def window_weights(starts: Sequence[int], windows: np.ndarray) -> np.ndarray:
-    """Returns rows f32 [windows t] of ones at the tokens that begin in each window, or at the one that reaches into it.
+def window_weights(starts: Sequence[int], windows: np.ndarray, count: int) -> np.ndarray:
+    """Returns rows f32 [windows count] of ones at the tokens that begin in each window, or that reaches into it.
 
-    `starts` are the places of a reader's tokens in the same text, `windows` as `window_starts` gives them.
+    `starts` are the places of a reader's tokens in the same text, of which it reads the first `count`: a window with
+    others has none. `windows` as `window_starts` gives them.
     """
     places = np.asarray(starts, np.int64)[None, :]
     inside = (places >= windows[:, :1]) & (places < windows[:, 1:])
     reaching = np.maximum(np.searchsorted(places[0], windows[:, 0], side="right") - 1, 0)
     none = ~inside.any(axis=1)
     inside[none, reaching[none]] = True
-    return inside.astype(np.float32)
+    return (inside[:, :count] & ~inside[:, count:].any(axis=1, keepdims=True)).astype(np.float32)
 
 
 def _sum(

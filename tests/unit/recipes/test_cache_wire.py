@@ -158,6 +158,13 @@ def test_one_message_serves_several_ratios(wire, message):
         wire.at(3).read(several, "qwen", QUESTION)
 
 
+def test_a_message_for_several_ratios_has_biases_where_one_is_fitted(wire, monkeypatch):
+    fitted = wire.codes["qwen"] | {"fitted": (np.arange(16) >= 3).astype(np.float32)}
+    monkeypatch.setitem(wire.codes, "qwen", fitted)
+    section = wire.section(wire.write(TEXT, ratio=(2, 4), readers=("qwen",)), "qwen")
+    assert list(section.biases) == [4] and section.biases[4].any()
+
+
 def test_batches_are_of_texts_alike_in_length_and_as_wide(wire):
     encoded = wire.recipe.encode([Example("", f"a {n}", QUESTION, ("bell",)) for n in range(5)])
     own = batches.field([np.ones(n, np.int32) for n in (150, 20, 304, 10, 90)], 0, left=False)

@@ -83,7 +83,7 @@ def own_windows(started):
     for row, example in enumerate(texts):
         source = recipe.layout.source.starts(example.context)
         bounds = kv_start.window_starts(source, recipe.cfg.encoder.slots)
-        weights = kv_start.window_weights(tokenizer.starts(example.context), bounds)
+        weights = kv_start.window_weights(tokenizer.starts(example.context), bounds, len(encoded[row]))
         weights /= weights.sum(axis=1, keepdims=True)
         both = np.stack([part[:, row, : len(encoded[row])] for part in (own.k, own.v)], axis=1)
         wanted.append(np.einsum("mt,lstke->mlske", weights, both))
@@ -117,10 +117,16 @@ def test_windows_are_those_of_the_encoders_slots():
     for windows in (2, 3, 7, 9):
         mask = jnp.asarray([[True] * 7 + [False] * 2])
         pooled = np.asarray(encoder.window_weights(mask, windows, jnp.asarray([windows])))[0] > 0
-        own = kv_start.window_weights(starts, kv_start.window_starts(starts, windows)) > 0
+        own = kv_start.window_weights(starts, kv_start.window_starts(starts, windows), 7) > 0
         np.testing.assert_array_equal(own, pooled[:, :7])
 
 
 def test_a_window_inside_one_token_takes_that_token():
-    found = kv_start.window_weights([0, 10], kv_start.window_starts([0, 3, 6, 9, 12], 5))
+    found = kv_start.window_weights([0, 10], kv_start.window_starts([0, 3, 6, 9, 12], 5), 2)
     np.testing.assert_array_equal(found, [[1, 0], [1, 0], [1, 0], [0, 1], [0, 1]])
+
+
+def test_a_window_that_the_reader_does_not_wholly_read_has_no_tokens():
+    windows = kv_start.window_starts([0, 3, 6, 9, 12, 15], 3)
+    weights = kv_start.window_weights([0, 4, 8, 10, 13, 16], windows, 3)
+    np.testing.assert_array_equal(weights, [[1, 1, 0], [0, 0, 0], [0, 0, 0]])
