@@ -1,4 +1,4 @@
-"""A text's message is its readers' own keys and values: nothing is trained, minutes for two readers of two families.
+"""A text's message is its readers' own keys and values: nothing is trained; two readers of two families.
 
     python run.py --config configs/pair.py                                    # SQuAD from the hub
     python run.py --config configs/pair.py --config.data.train=FILE --config.data.validation=OTHER

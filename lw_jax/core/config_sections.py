@@ -81,7 +81,7 @@ class Encoder:
     )
     texts: int = key(
         400,
-        "cache: texts of data.train that its basis and tables are computed from; one of eight, 12 at most (GPU: 32), is held out",
+        "cache: texts of data.train for its basis and tables; one of eight, at most 12 (GPU: 32), is held out",
         unit="texts",
         at_least=8,
         shapes="no",

@@ -22,7 +22,7 @@ from lw_jax.hub import sources
 PIECE = 1 << 18  # characters of a long text read at once: several of them keep all cores busy
 LARGE = 64 << 20  # bytes of a file whose hash is kept for the next start
 TEXT = ".txt"
-_PLAIN = (TEXT, ".jsonl")
+PLAIN = (TEXT, ".jsonl")
 _NO_DOCUMENTS = ("test", "tests", "site-packages", "dist-packages", "idlelib", "idle_test", "__pycache__")
 _ROW = 'a document is a row {"text": "..."}; correct the row'
 _KNOWN = (
@@ -103,8 +103,8 @@ def _is_set(source: str) -> bool:
 
 def _files(source: str, split: str) -> list[Path]:
     """Returns the files of a path in the order of their names; of a folder of tables alone one split's."""
-    files = row_sources.files(source, split, beside=_PLAIN, known=_KNOWN)
-    if unknown := [file for file in files if row_sources.suffix_of(file) not in (*_PLAIN, *row_sources.SUFFIXES)]:
+    files = row_sources.files(source, split, beside=PLAIN, known=_KNOWN)
+    if unknown := [file for file in files if row_sources.suffix_of(file) not in (*PLAIN, *row_sources.SUFFIXES)]:
         raise UserError(f"{unknown[0]}: unknown kind of file; name {_KNOWN}")
     return files
 

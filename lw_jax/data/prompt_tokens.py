@@ -79,7 +79,8 @@ def read_source(texts: list[str], layout: Layout, ledger: DropCounts) -> list[np
         if len(ids) <= limit:
             continue
         if layout.data.overlong == "cut":
-            source[i] = ids[:limit]
+            end = layout.source.special[1] if isinstance(layout.source, BertTokenizer) else ()
+            source[i] = np.append(ids[: limit - len(end)], np.asarray(end, ids.dtype))
             ledger.cut["source_cut"].add(i)
         else:
             ledger.refuse(i, f"{_count(ids, texts[i], limit)} tokens or bytes of context, limit {named}")
@@ -210,8 +211,10 @@ class ReaderPass:
                 count = _count(ids, examples[i].context, limit)
                 detail = f"{count} tokens of context of reader {self.name!r}, config.data.context_tokens={limit}"
                 self.ledger.refuse(i, detail)
+            elif room < 1:
+                self.ledger.drop(i, "prompt", f"{limit - room} tokens of reader {self.name!r}, limit {limit}")
             else:
-                contexts[i] = ids[: max(room, 0)]
+                contexts[i] = ids[:room]
                 self.ledger.cut["text_cut"].add(i)
         self.context_tokens["context"] = [len(ids) for ids in contexts]
         return [np.concatenate([before, ids]) for ids in contexts]

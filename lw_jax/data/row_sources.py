@@ -101,11 +101,14 @@ def label(source: str, split: str) -> str:
     return f"{path}:{named or split}" if path.is_dir() and _splits(path) else str(path)
 
 
-def check_apart(train: str, validation: str) -> None:
-    """Raises UserError where a validation source has files, or a split of the hub, of a training source."""
+def check_apart(train: str, validation: str, *, beside: Collection[str] = ()) -> None:
+    """Raises UserError where a validation source has files, or a split of the hub, of a training source.
+
+    `beside`: as of `files`.
+    """
     trained = split_sources(train)
     for name in split_sources(validation):
-        if any(_overlap(source, name) for source in trained):
+        if any(_overlap(source, name, beside) for source in trained):
             raise UserError(
                 f"config.data.validation={name!r} is the training source, or a part of it: scores would measure "
                 "memory; name another file or split"
@@ -284,27 +287,31 @@ def _typed(
 # --- names
 
 
-def _overlap(train: str, validation: str) -> bool:
+def _overlap(train: str, validation: str, beside: Collection[str]) -> bool:
     """Returns whether two sources have rows in common, as far as their names tell."""
     if train.startswith(HUB) != validation.startswith(HUB):
         return False
     if not train.startswith(HUB):
-        return not _rows_of(train, "train").isdisjoint(_rows_of(validation, "validation"))
-    (*ours, split, revision), (*theirs, other, pinned) = parse_hub(train, "train"), parse_hub(validation, "validation")
-    if ours != theirs or (revision and pinned and revision != pinned):
+        return not _rows_of(train, "train", beside).isdisjoint(_rows_of(validation, "validation", beside))
+    (*name, split, revision), (*named, other, pinned) = parse_hub(train, "train"), parse_hub(validation, "validation")
+    if name != named or (revision and pinned and revision != pinned):
         return False
+    return any(_splits_overlap(ours, theirs) for ours in split.split("+") for theirs in other.split("+"))
+
+
+def _splits_overlap(split: str, other: str) -> bool:
     # Of two slices of one split, train[:90%] and train[90%:], only the same one is known to overlap.
     whole = any(part == part.partition("[")[0] for part in (split, other))
     return split.partition("[")[0] == other.partition("[")[0] if whole else split == other
 
 
-def _rows_of(source: str, split: str) -> set[str]:
+def _rows_of(source: str, split: str, beside: Collection[str]) -> set[str]:
     path, named = locate(source)
     if is_saved(path):
         return {os.path.realpath(path / (named or split) if _splits(path) else path)}
     if not os.path.isdir(path):
         return {os.path.realpath(path)}
-    return {os.path.realpath(file) for file in files(source, split)}
+    return {os.path.realpath(file) for file in files(source, split, beside=beside)}
 
 
 def _splits(folder: Path) -> bool:

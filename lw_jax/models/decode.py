@@ -29,7 +29,7 @@ class _Loop(NamedTuple):
     step: jax.Array
     ids: jax.Array
     done: jax.Array
-    logits: jax.Array
+    token: jax.Array  # the last one, which the model has not read
     cache: Tree
 
 
@@ -42,23 +42,26 @@ def sample(
 ) -> Int[Array, "b n"]:
     """Draws token after token from the logits `first` on and returns ids [b, max_new_tokens]; -1 after a row's stop.
 
-    The loop ends early when all rows have stopped.
+    The loop ends early when all rows have stopped. The last token is not read.
     """
     stops = jnp.asarray(sampling.stops, jnp.int32)
 
     def unfinished(state: _Loop) -> jax.Array:
         return (state.step < sampling.max_new_tokens) & ~jnp.all(state.done)
 
-    def draw(state: _Loop) -> _Loop:
-        token = _choose(state.logits, sampling.temperature, jax.random.fold_in(key, state.step))
+    def draw(logits: jax.Array, cache: Tree, state: _Loop) -> _Loop:
+        token = _choose(logits, sampling.temperature, jax.random.fold_in(key, state.step))
         done = state.done | jnp.any(token[:, None] == stops[None, :], axis=1)
         ids = state.ids.at[:, state.step].set(jnp.where(done, -1, token))
-        return _Loop(state.step + 1, ids, done, *advance(token, ~done, state.cache))
+        return _Loop(state.step + 1, ids, done, token, cache)
 
-    batch = first.shape[0]
-    ids = jnp.full((batch, sampling.max_new_tokens), -1, jnp.int32)
-    state = _Loop(jnp.zeros((), jnp.int32), ids, jnp.zeros((batch,), bool), first, cache)
-    return jax.lax.while_loop(unfinished, draw, state).ids
+    def follow_token(state: _Loop) -> _Loop:
+        return draw(*advance(state.token, ~state.done, state.cache), state)
+
+    nothing = jnp.zeros(len(first), jnp.int32)
+    ids = jnp.full((len(first), sampling.max_new_tokens), -1, jnp.int32)
+    begun = draw(first, cache, _Loop(jnp.zeros((), jnp.int32), ids, nothing > 0, nothing, cache))
+    return jax.lax.while_loop(unfinished, follow_token, begun).ids
 
 
 def generate(  # noqa: PLR0913  (as `decoder.forward`)

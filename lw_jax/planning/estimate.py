@@ -79,10 +79,13 @@ def _times(
     program: StepSpec, costs: dict[str, Costs], sent: dict[str, float], accumulation: int, target: Target
 ) -> Times:
     """Returns the seconds of a step: a sum, except that of readers on separate meshes the slowest counts."""
-    link = target.link_bandwidth(list(range(target.devices))) * LINK_FRACTION
-    speed, parts = Speed.of(target.card), {}
+    speed, parts, model = Speed.of(target.card), {}, program.placement.learner.shape["model"]
     for name, cost in costs.items():
         computed = speed.predict(cost)
+        # Devices of the model axis are neighbours; gradients and weights over data go from one such group to the next.
+        over_model = name and program.placement.readers[name].table == "tensor"
+        group = range(model) if over_model else range(0, target.devices, model)
+        link = target.link_bandwidth(list(group)) * LINK_FRACTION
         parts[name] = Times(computed.gemm * accumulation, computed.memory * accumulation, sent[name] / link)
     update = speed.predict(step_costs.update(program))
     share = place.device_bytes(program.state["trainable"]) / max(1, tree.nbytes(program.recipe.abstract().trainable))

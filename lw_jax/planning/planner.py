@@ -30,7 +30,7 @@ from lw_jax.planning.hardware import HERE, HOST_BYTES, Hardware
 from lw_jax.planning.placement_search import Trial
 from lw_jax.planning.plans import Plan, StepCandidate, StepPlan
 from lw_jax.training import evaluation_memory as evaluation_memories
-from lw_jax.training import memory, memory_limit, preflight
+from lw_jax.training import memory, memory_limit, preflight, run_folder
 from lw_jax.training.evaluation_memory import EvaluationMemory
 from lw_jax.training.memory import bytes_of
 from lw_jax.training.step_spec import StepSpec
@@ -313,7 +313,7 @@ def validation_share(cfg: Config) -> float | None:
 
     A held-out example, measured once forward, is taken for half of a training example, which has a backward pass too.
     """
-    train, examples = cfg.train, preflight.validation_examples(cfg)
+    train, examples = cfg.train, run_folder.validation_examples(cfg)
     if not examples:
         return None
     due = sum(preflight.is_validated(train, step) for step in range(1, train.steps + 1))

@@ -1,8 +1,8 @@
 """Start of a wire of kind "cache": each reader's basis, tables and step, in closed form from training texts.
 
-Seven texts in eight are read twice: what their keys are worth gives the tables, and their keys and values the basis.
-The others, at most MOST_HELD_OUT, are held out: on them the steps of the numbers are found, and at which ratios values and biases are fitted,
-which serves few positions and hurts many (docs/messages.md).
+Texts are read twice: what their keys are worth gives the tables, and their keys and values the basis. One in eight, at
+most MOST_HELD_OUT, is held out: on these the steps of the numbers are found, and at which ratios values and biases are
+fitted, which serves few positions and hurts many (docs/messages.md).
 """
 
 import dataclasses

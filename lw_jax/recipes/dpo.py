@@ -97,8 +97,8 @@ class DPO(Recipe):
     def data_schedule(self) -> DataSchedule:
         """Returns the training pairs in batches of similar length, each length bucket as often as it has pairs."""
         streams = tuple((self._lookup(data, training=True), float(len(data))) for data in self._train)
-        steps = max(1, sum(len(data) for data in self._train) // self.cfg.train.global_batch)
-        return DataSchedule((Phase(steps, streams),))
+        # The whole run: shares of an epoch would be rounded to batches, in each epoch alike.
+        return DataSchedule((Phase(max(1, self.cfg.train.steps), streams),))
 
     def validation(self) -> list[tuple[str, Preferences]]:
         """Returns the held-out pairs; those of data.held_out share no prompt with training."""
@@ -135,7 +135,7 @@ class DPO(Recipe):
         identity = {
             "weights": weights.fingerprint(self.location),
             "stored": self.llm.weights,
-            "arithmetic": precision.resolve(self.cfg.compute.dtype, self.placement.platform),
+            "arithmetic": list(precision.of(self.cfg.compute.dtype, self.placement.platform)),
             "tokenizer": self.tokenizer.fingerprint,
         }
 

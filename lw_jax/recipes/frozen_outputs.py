@@ -32,7 +32,7 @@ class Teacher:
         self.cfg, self.wire, self.placement = cfg, wired, placement
         self._meaning = {
             "prompt": dataclasses.asdict(cfg.prompt),
-            "arithmetic": precision.resolve(cfg.compute.dtype, placement.platform),
+            "arithmetic": list(precision.of(cfg.compute.dtype, placement.platform)),
         }
         self._identities = identities
         self._waiting: list[Encoded] = []

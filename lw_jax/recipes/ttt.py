@@ -14,7 +14,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.progress import phase
 from lw_jax.core.types import LossTerms, Task, Tree
-from lw_jax.data import corpus, row_sources
+from lw_jax.data import corpus, documents, row_sources
 from lw_jax.data.corpus import Span, TextTokenizer
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, byte_backend, load_tokenizer, wrap
 from lw_jax.data.windows import WarmupSchedule, Windows
@@ -130,7 +130,7 @@ class TTT(Recipe):
         tokenizer = cast(TextTokenizer, self.tokenizer)  # a cached property is no property to a type checker
         root, columns = sources.cache_root(), data.columns
         if data.validation:
-            row_sources.check_apart(data.train, data.validation)
+            row_sources.check_apart(data.train, data.validation, beside=documents.PLAIN)
         whole = corpus.pack(data.train, tokenizer, root=root, columns=columns)
         if not data.validation:
             return whole.split(data.held_out, length=self.unit[1])

@@ -40,11 +40,6 @@ def is_validated(train: config.Train, step: int) -> bool:
     return step in (train.steps, alarm_step(train)) or bool(train.eval_every and step % train.eval_every == 0)
 
 
-def validation_examples(cfg: Config) -> int:
-    """Returns the most examples of a data set that a validation takes; 0: all."""
-    return cfg.data.validation_limit or cfg.eval.examples
-
-
 def save_interval(train: config.Train) -> int:
     """Returns the most steps between two checkpoints: a validated step is saved whatever `checkpoint_every` is."""
     return min(train.checkpoint_every, train.eval_every or train.steps, train.steps)

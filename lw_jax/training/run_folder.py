@@ -228,6 +228,11 @@ def check_agreement(cfg: Config, workdir: Path) -> None:
         raise UserError(f"{workdir}: the run there differs in {'; '.join(changes[:3])}{more}: {rule}")
 
 
+def validation_examples(cfg: Config) -> int:
+    """Returns the most examples of a data set that a validation takes; 0: all."""
+    return cfg.data.validation_limit or cfg.eval.examples
+
+
 def write_workdir(workdir: Path, *, cfg: Config, base: Mapping[str, Any], command: Sequence[str]) -> None:
     """Writes config.json, config.diff (against `base`), command.txt and versions.json.
 
@@ -238,6 +243,12 @@ def write_workdir(workdir: Path, *, cfg: Config, base: Mapping[str, Any], comman
     """
     if _has_trained(workdir):
         check_agreement(cfg, workdir)
+        before, now = (validation_examples(config) for config in (read_config(workdir), cfg))
+        if now != before:
+            raise UserError(
+                f"{workdir}: config.eval.examples={before or 'all'} there, {now or 'all'} here: scores of its "
+                "checkpoints would be of other examples; keep it (`eval` takes any), or name another --workdir"
+            )
     elif (workdir / "config.json").exists():
         read_config(workdir)  # refuses a file that is not a run's, as a model's folder has, before it is replaced
     versions = {"python": platform.python_version()} | {name: _find_version(name) for name in PACKAGES}

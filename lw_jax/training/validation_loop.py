@@ -10,7 +10,7 @@ from lw_jax.core.types import Tree
 from lw_jax.data.batches import weigh
 from lw_jax.data.data_schedule import Stream
 from lw_jax.data.loader import eval_batches
-from lw_jax.training import out_of_memory, preflight
+from lw_jax.training import out_of_memory, run_folder
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
 
@@ -50,7 +50,7 @@ class ValidationLoop:
         self, trainable: Tree, frozen: Tree, size: int, stop_requested: Callable[[], bool]
     ) -> dict[str, float] | None:
         cfg, placement = self._step_spec.cfg, self._step_spec.placement
-        key, limit = rngs.stream(cfg.seed, "validation"), preflight.validation_examples(cfg)
+        key, limit = rngs.stream(cfg.seed, "validation"), run_folder.validation_examples(cfg)
         sizes = [min(limit or len(encoded), len(encoded)) for _, encoded in self._data]
         metrics: dict[str, float] = {}
         with phase("validation", sum(-(-count // size) for count in sizes), "batches") as done:

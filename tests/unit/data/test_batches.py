@@ -14,8 +14,9 @@ from lw_jax.core.eval_rows import PROMPT_FIELDS
 from lw_jax.core.types import Example
 from lw_jax.data import batches, prompt_tokens, question_cards
 from lw_jax.data.prompt_tokens import Layout, Reader
-from lw_jax.data.tokens import ByteTokenizer, load_tokenizer
+from lw_jax.data.tokens import ByteTokenizer, load_source_tokenizer, load_tokenizer
 from lw_jax.recipes import selfmade
+from tests import tiny
 
 ANSWER_FIELDS = {"answer_inputs", "targets", "weights"}
 SENT = {"channel", "task"}  # how the latents come, and what for
@@ -224,6 +225,21 @@ def test_cut_keeps_the_question_fills_the_limit_and_is_counted():
         assert LONG.question in text and text.endswith("\nAnswer:") and 115 < len(ids) <= 120
         assert LONG.context.startswith(text.split("Context:\n")[1].split("\nQuestion:")[0])
     assert (encoded.counts["source_cut"], encoded.counts["text_cut"], encoded.counts["kept"]) == (1, 1, 2)
+
+
+def test_a_cut_text_of_a_bert_encoder_keeps_its_last_mark(tmp_path):
+    tiny.write_bert(tmp_path)
+    source = load_source_tokenizer(tmp_path)
+    encoded = batches.encode([CARDS[0]], layout=layout(source=source, window=6, overlong="cut"), rows=())
+    ids = valid(encoded.collate([0])["source"], 0)
+    assert len(ids) == 6 and (ids[0], ids[-1]) == (2, 3)
+
+
+@pytest.mark.parametrize("row", ["text", "context"])
+def test_a_prompt_without_room_for_its_text_is_dropped(row):
+    room = layout(context_tokens=40, overlong="cut")
+    with pytest.raises(UserError, match="none of 1 examples"):
+        batches.encode([CARDS[0]], layout=room, rows=(row,))
 
 
 def test_single_prompt_equals_the_data_set_without_answers():

@@ -211,7 +211,7 @@ def test_validation_is_apart_from_training_by_what_is_read_not_by_its_name(tmp_p
     for train, validation in (
         *(("s", "s:train"), ("s/train", "s:train"), ("one", "one"), ("one", "one/b.parquet"), ("p", "p/train.parquet")),
         *(("hub:a/b", "hub:a/b:train"), ("hub:a/b", "hub:a/b:train[:10%]"), ("hub:a/b", "hub:a/b:train@x")),
-        ("hub:a/b:train[:9]", "hub:a/b:train[:9]"),
+        *(("hub:a/b:train[:9]", "hub:a/b:train[:9]"), ("hub:a/b:train+validation", "hub:a/b")),
     ):
         with pytest.raises(UserError, match="is the training source, or a part of it"):
             check(train, validation)

@@ -21,6 +21,7 @@ from lw_jax.planning import estimate, gpus, hlo_counts, roofline
 from lw_jax.planning.estimate import Estimate
 from lw_jax.training import step_costs
 from lw_jax.training.step_spec import StepSpec
+from lw_jax.training.traced_costs import Costs
 from sharding import placement as placements
 from tests import tiny
 
@@ -236,3 +237,20 @@ def test_trainable_weights_over_data_are_sent_with_every_micro_batch_and_whole_o
         assert often == times * once > 0
     # gathered twice and scattered once, or summed: twice
     assert once == 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(recipe.abstract().trainable))
+
+
+@pytest.mark.parametrize("target", ["h100x4", "2xh100x2"])
+def test_the_model_axis_stays_in_a_node_and_sums_over_data_leave_it(root, target):
+    cfg, costs = tiny.make_config(root, **SIZES), {name: Costs() for name in ("", "llama", "qwen")}
+    placed = tiny.place(cfg, "tensor", model=2, devices=4)
+    program = StepSpec(cfg, recipes.make(cfg, placed, outline=True))
+    assert program.placement.learner.shape == {"data": 2, "model": 2}
+    card = gpus.parse(target).card
+    network = card.network if target.startswith("2x") else card.link
+
+    def seconds(name: str) -> float:
+        sent = dict.fromkeys(costs, 0.0) | {name: 1e10}
+        return estimate._times(program, costs, sent, 1, gpus.parse(target)).collective - roofline.COLLECTIVE_SECONDS
+
+    assert seconds("llama") == pytest.approx(1e10 / card.link / roofline.LINK_FRACTION)
+    assert seconds("") == pytest.approx(1e10 / network / roofline.LINK_FRACTION)

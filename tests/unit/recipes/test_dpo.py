@@ -93,6 +93,13 @@ def moved(recipe, scale=0.2):
     )
 
 
+def test_each_length_bucket_is_read_as_often_as_it_has_pairs(root):
+    (phase,) = make(root, train__steps=100).data_schedule().phases
+    sizes = np.array([len(pairs) for pairs, _ in phase.streams])
+    assert len(sizes) > 1 and sizes.sum() % 8, "an epoch is not of whole batches"
+    np.testing.assert_allclose(np.array(phase.counts(100)) / sizes, 100 / sizes.sum(), rtol=0.1)
+
+
 def plain_logp(params, cfg, ids, mask, scored):
     """Summed log-probability of the scored tokens, one row at a time, without padding or chunks."""
     out = []

@@ -180,9 +180,10 @@ def test_segments_are_one_text_in_values_and_stop_the_gradient_between(root, rec
 
 
 def test_validation_reads_the_source_that_is_named_for_it(root, tmp_path):
-    other = tmp_path / "other.txt"
+    other = tmp_path / "other" / "a.txt"
+    other.parent.mkdir()
     other.write_text("Some other words, seen nowhere before. " * 3)
-    windows = tiny.make_ttt(root, data__validation=str(other)).validation()[0][1]
+    windows = tiny.make_ttt(root, data__validation=str(other.parent)).validation()[0][1]
     assert len(windows) == 3 * 39 // 12
     found = [bytes(ids[ids < 256].tolist()) for ids in windows.collate(range(len(windows)))["readers"]["lm"]["ids"]]
     assert all(one in b"Some other words, seen nowhere before. " * 3 for one in found)

@@ -52,6 +52,8 @@ def test_other_run_in_the_same_folder_is_refused_and_nothing_is_overwritten(tmp_
     assert run_folder.read_config(tmp_path).seed == 7
     _write(tmp_path, _build(seed=7, **{"mesh.data": 2}))  # the same run on another machine
     assert run_folder.read_config(tmp_path).mesh.data == 2
+    with pytest.raises(UserError, match=r"eval\.examples=\d+ there, 3 here"):
+        _write(tmp_path, _build(seed=7, **{"eval.examples": 3}))  # scores would be of other examples
 
 
 def test_mended_configuration_of_a_run_that_was_refused_before_it_trained_is_accepted(tmp_path: Path) -> None:
