@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lw_jax.core.config import digest
+from lw_jax.core.config_file import load
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -49,9 +52,10 @@ def main(bench: Bench, argv: Sequence[str]) -> int:
             before, behind = ("train.alarm=warn", *bench.flags), (*bench.rows[row], f"seed={seed}")
             first, last = ([f"--config.{change}" for change in changes] for changes in (before, behind))
             wanted[seed, row] = asked.out / f"{row.replace(' ', '-')}-{seed}", [*first, *flags, *last]
+    config = digest(load(asked.config, root=ROOT))  # of its values: the file, or what it imports, may be edited
     for folder, own in wanted.values():
-        if note := _differs(folder, [asked.config, *own]):
-            why = f"not of this --config and these flags, as {note} has them"
+        if note := _differs(folder, [asked.config, config, *own]):
+            why = f"not of this --config with these values and flags, as {note} has them"
             print(f"error: {folder}: {why}; name another --out, or remove the folder", file=sys.stderr)
             return 2
     found, failed = [], []

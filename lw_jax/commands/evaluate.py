@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 
 from lw_jax.commands.loading import Loaded
-from lw_jax.core import processes, runtime
+from lw_jax.core import processes, runtime, validation
 from lw_jax.core.errors import UserError
 from lw_jax.inference import evaluation
 from lw_jax.inference.trained_wire import open_wire
@@ -29,13 +29,14 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
         rule = "another run's folder: its own evaluation would be replaced; name another folder for the results"
         raise UserError(f"--out {folder}: {rule}")
     runtime.start()
+    validation.check_processes(cfg, jax.process_count())
     if jax.process_index() == 0:
         run_folder.check_writable(folder, remedy="`eval` leaves its results there: name another folder with --out DIR")
     runtime.tell_device()
     wire = open_wire(cfg, workdir)
     if jax.process_index() == 0:
         print(f"{workdir}: checkpoint {wire.step}, read by {', '.join(cfg.llms)}", flush=True)
-        folder.mkdir(parents=True, exist_ok=True)
+        run_folder.lock(folder, run_folder.EVAL_LOCK, flag="--out")
     results = evaluation.evaluate(wire, folder=folder)
     if jax.process_index() == 0:
         paths = evaluation.write(results, folder, step=wire.step, data=cfg.data.validation)

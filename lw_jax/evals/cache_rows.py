@@ -164,7 +164,7 @@ def measure(  # noqa: PLR0913
         rows: of `core.eval_rows.KNOWN_TO_CACHE`.
         batch: examples at once.
         max_new_tokens: of an answer.
-        codings: readers' name -> what the bytes of its messages are coded with: records of "latents" have "bytes".
+        codings: readers' name -> what codes its messages; records at the wire's ratio have "bytes".
         log: takes the records of each batch.
     """
     texts, total = number_texts(encoded), -(-len(indices) // batch) * len(encoded.readers)
@@ -179,7 +179,7 @@ def measure(  # noqa: PLR0913
                         if row_prompt.sent is None:
                             taken = [positions(encoded, name, row, index, slots=0) for index in host["index"]]
                         records = records_of(encoded, host, name, row, outputs, taken, texts)
-                        if row == "latents":
+                        if ROWS[row].latents == "own" and row_prompt.ratio == bench.ratio and not ROWS[row].swapped:
                             _measure_sizes(records, host, codings[name], row_prompt)
                         log.add(records)
                 done.advance()

@@ -15,6 +15,7 @@ WORDS = {
     "carries": "the message carries the text",
     "partly": "the message carries part of the text",
     "unknown": f"no verdict: needs the rows text, latents, none and shuffled, {FEWEST} texts and a text that helps",
+    "useless": "USELESS: with the message a reader may answer no better than with nothing",
     "collapsed": "COLLAPSED: the right latents may help no more than another text's",
 }  # best first
 
@@ -25,10 +26,12 @@ def judge(figures: Mapping[str, Any]) -> str:
         return "unknown"
     if is_collapsed(figures):
         return "collapsed"
-    shares = [figures[key] for key in SHARES if figures.get(key) is not None]
-    if "gap_nll" not in figures or not shares:
+    known = [key for key in SHARES if figures.get(key) is not None]
+    if "gap_nll" not in figures or not known:
         return "unknown"
-    return "carries" if max(shares) >= CARRIED else "partly"
+    if all(_may_be_zero(figures, key) for key in known):
+        return "useless"
+    return "carries" if max(figures[key] for key in known) >= CARRIED else "partly"
 
 
 def sentence(reader: str, figures: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:
@@ -45,6 +48,8 @@ def sentence(reader: str, figures: Mapping[str, Any], rows: Mapping[str, Mapping
         if {"latents", "shuffled"} <= f1.keys():
             both = f" (F1 {f1['latents']:.2f}, with another text's {f1['shuffled']:.2f})"
         text = f"COLLAPSED: another text's latents may serve as well{both}: nothing shows that its own carry the text"
+    elif key == "useless":
+        text = f"{WORDS[key]} (F1 {f1['latents']:.2f}, with nothing {f1['none']:.2f})"
     elif key == "unknown":
         needed = "the rows text, latents, none and shuffled are needed"
         text = f"no verdict: {figures.get('normalised_f1_reason') or needed}"

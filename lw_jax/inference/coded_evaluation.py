@@ -32,14 +32,14 @@ def measure(
     folder: Path | None = None,
     taught: Mapping[str, jax.Array] = {},
 ) -> Measured:
-    """Returns one record per example, reader and row; those of the row "latents" with their message's bytes.
+    """Returns one record per example, reader and row; those at the wire's ratio with their message's bytes.
 
     `taught` has each reader's vectors for the rows that need them, see `taught_text.teach`.
     With a folder records are written to its file PARTIAL as they are made, and those of the same evaluation that are
     there are not measured again: of the same wire, program, data and options but for rows and batch.
     """
     recipe, options = wire.recipe, wire.recipe.cfg.eval
-    encoded = recipe.encode(recipe.curriculum.examples("validation"))
+    encoded = recipe.encode(recipe.questions("validation", least=options.examples))
     say("held-out data: " + "\n".join(encoded.describe()))
     rows = _rows(options.rows, several=not one_context(encoded.examples), say=say)
     indices, ratio = spread(len(encoded), options.examples), recipe.cfg.encoder.ratio

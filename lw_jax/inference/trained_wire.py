@@ -37,7 +37,10 @@ def load_wire(
     """
     path = wire_repository.locate(folder)
     values = run_folder.load(path, verb="load_wire")
-    config_file.override(values, {path: str(value) for path, value in (config or {}).items()})
+    config_file.override(
+        values,
+        {path: str(tuple(value) if isinstance(value, list) else value) for path, value in (config or {}).items()},
+    )
     cfg = build(values)
     validation.validate(cfg)
     run_folder.check_agreement(cfg, path)

@@ -1,6 +1,5 @@
 """Recipe `latentwire`: trains one encoder and an adapter per reader; the readers are frozen."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -223,12 +222,8 @@ class LatentWire(WireReaders):
         return self._make_layout(source=source, **sizes)
 
     def data(self, split: examples.Split, *, rows: Sequence[str] = (), least: int = 0) -> batches.Encoded:
-        """Returns the questions of "train" or "validation" as token ids; of a limited validation at least so many."""
-        data = self.cfg.data
-        if least > data.validation_limit > 0:
-            data = dataclasses.replace(data, validation_limit=least)
-        questions = examples.load(data, split, seed=self.cfg.seed)
-        return batches.encode(questions, layout=self.layout, rows=rows)
+        """Returns `questions` as token ids."""
+        return batches.encode(self.questions(split, least=least), layout=self.layout, rows=rows)
 
     @functools.cached_property
     def surprisal(self) -> Surprisal:

@@ -1,5 +1,6 @@
 """What recipes of wires share: the frozen readers, the data of their stages, and the loss of a reader's answers."""
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Mapping
@@ -8,8 +9,8 @@ from pathlib import Path
 import jax
 
 from lw_jax.core.config import Config
-from lw_jax.core.types import SHARED, LossTerms, Tree
-from lw_jax.data import prompt_tokens, tokens
+from lw_jax.core.types import SHARED, Example, LossTerms, Tree
+from lw_jax.data import examples, prompt_tokens, tokens
 from lw_jax.data.batches import Encoded
 from lw_jax.data.data_schedule import DataSchedule
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
@@ -109,6 +110,13 @@ class WireReaders(Recipe):
             for name, tokenizer in self.tokenizers.items()
         }
         return {f"llms/{name}": weights.fingerprint(location) for name, location in self.locations.items()} | tokenizers
+
+    def questions(self, split: examples.Split, *, least: int = 0) -> list[Example]:
+        """Returns the questions of "train" or "validation"; of a limited validation at least so many."""
+        data = self.cfg.data
+        if least > data.validation_limit > 0:
+            data = dataclasses.replace(data, validation_limit=least)
+        return examples.load(data, split, seed=self.cfg.seed)
 
     def data_schedule(self) -> DataSchedule:
         return self.curriculum.data_schedule()

@@ -131,8 +131,10 @@ def speed(run: Run) -> Table | None:
     if not tokens:
         return None
     rows = [("tokens/s, all devices", *_spread(tokens, 0))]
-    if devices:
-        rows.append((f"tokens/s a device, of {devices}", *_spread([rate / devices for rate in tokens], 0)))
+    # Of earlier starts, on other devices, it is not known how many there were.
+    here = _finite(run, "train/tokens_per_second", since=run.hardware.get("since_step", 0))
+    if devices and here:
+        rows.append((f"tokens/s a device, of {devices}", *_spread([rate / devices for rate in here], 0)))
     rows.append(("seconds a step", *_spread(_finite(run, "train/seconds_per_step"), 4)))
     return Table(("over the logged steps", "median", "quartiles", "min .. max", "samples"), rows)
 
@@ -217,8 +219,9 @@ def _bytes(run: Run, prefix: str) -> int:
     )
 
 
-def _finite(run: Run, name: str) -> list[float]:
-    values = (to_number(row[name]) for row in run.metrics if name in row)
+def _finite(run: Run, name: str, *, since: int = 0) -> list[float]:
+    """Returns a logged value of the steps behind `since`."""
+    values = (to_number(row[name]) for row in run.metrics if name in row and row["step"] > since)
     return [value for value in values if math.isfinite(value)]
 
 

@@ -41,6 +41,8 @@ def _head(run: Run) -> dict[str, Any]:
     sections = {id: title for id, title in SECTIONS.items() if run.cfg.recipe == "latentwire" or id in COMMON}
     if text:
         sections = {"curves": SECTIONS["curves"]} | language.SECTIONS | {"made": SECTIONS["made"]}
+    if run.cfg.encoder.kind == "cache":  # nothing is written of latents, nor of bytes below a message's own
+        sections = {id: title for id, title in sections.items() if id not in ("latents", "bytes")}
     step, steps = max((row["step"] for row in run.metrics), default=0), run.cfg.train.steps
     return {
         "name": run.workdir.resolve().name,

@@ -44,6 +44,7 @@ class Hardware(TypedDict, total=False):
     devices: Index
     kind: Word  # platform
     card: Word  # empty for a CPU
+    since_step: Index  # they are those of the steps behind it
 
 
 class Scaling(TypedDict):

@@ -30,7 +30,7 @@ PACKAGES = (
     *("tokenizers", "safetensors", "gguf", "ml_collections", "numpy"),
 )
 
-LOCK = "run.lock"
+LOCK, EVAL_LOCK = "run.lock", "eval.lock"
 VERSION = 1  # of config.json
 _log = logging.getLogger(__name__)
 _RESTORE = "the file must be as training wrote it: restore it"
@@ -134,28 +134,28 @@ def read_devices(workdir: Path) -> list[dict[str, Any]]:
     return [row for path in sorted(paths) for row in read_typed_rows(path, Device, remedy=remedy)]
 
 
-def lock(workdir: Path) -> None:
-    """Locks the run's folder for the lifetime of this process; a second call does nothing.
+def lock(workdir: Path, name: str = LOCK, *, flag: str = "--workdir") -> None:
+    """Locks a run's folder, or that of its evaluation, for the lifetime of this process; a second call does nothing.
 
-    `run.lock` names the owner. The lock is flock's: that of a killed process is free, on whatever host.
+    The file `name` names the owner. The lock is flock's: that of a killed process is free, on whatever host.
 
     Raises:
       UserError: another process has it, or the file cannot be written.
     """
-    path = workdir / LOCK
+    path = workdir / name
     if path.absolute() in _locks:
         return
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; the run's folder must be writable: choose --workdir.") from error
+        raise UserError(f"{path}: {error.strerror}; the folder must be writable: choose {flag}.") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(file)
-        rule = "two would overwrite each other: wait for it, stop it, or name another --workdir."
-        raise UserError(f"{workdir}: another run is writing here: {_describe_owner(path)}; {rule}") from error
+        rule = f"two would overwrite each other: wait for it, stop it, or name another {flag}."
+        raise UserError(f"{workdir}: another process is writing here: {_describe_owner(path)}; {rule}") from error
     except OSError as error:  # Lustre without its mount option "flock", NFS without a lock service
         consequence = "this file system has no locks: a second run in the folder would not be noticed"
         _log.warning("%s: %s; %s", path, error.strerror, consequence)
@@ -166,7 +166,7 @@ def lock(workdir: Path) -> None:
         os.write(file, msgspec.json.encode(owner))
     except OSError as error:  # a full disk
         os.close(file)
-        raise UserError(f"{path}: {error.strerror}; the run's folder must be writable: choose --workdir.") from error
+        raise UserError(f"{path}: {error.strerror}; the folder must be writable: choose {flag}.") from error
     _locks[path.absolute()] = file
 
 

@@ -60,6 +60,7 @@ def test_control_that_still_answers_is_not_called_failing():
         ({"texts": 5}, "no verdict: 5 texts are too few"),
         ({"gap_nll_interval": [-0.1, 0.3]}, "COLLAPSED"),
         ({"gap_f1_interval": [-0.1, 0.3]}, "not settled"),
+        ({"normalised_f1_interval": [-0.3, 0.2], "recovered_nll_interval": [-1.7, -1.2]}, "USELESS"),
     ],
 )
 def test_few_texts_and_a_control_that_may_serve_as_well_are_said(changes, word):

@@ -39,7 +39,14 @@ def test_table_holds_the_figures_of_every_row_and_reader_of_one_budget(tmp_path,
     table = (tmp_path / "table.csv").read_bytes()
     for other in ([*asked, "--config.train.steps=9"], ["--config", "configs/squad.py", *asked[2:]]):
         assert ablate.main(other) == 2
-        assert "base-0: not of this --config and these flags" in capsys.readouterr().err
+        assert "base-0: not of this --config with these values and flags" in capsys.readouterr().err
+    edited = tmp_path / "edited.py"
+    edited.write_text("from configs.pairs import get_config\n")
+    new = ["--config", str(edited), "--out", str(tmp_path / "new"), "--rows", "base"]
+    assert ablate.main(new) == 0 and ran.pop() == "base-0"
+    edited.write_text("from configs.squad import get_config\n")
+    assert ablate.main(new) == 2, "the file was edited since"
+    capsys.readouterr()
     assert len(ran) == 2 and (tmp_path / "table.csv").read_bytes() == table
     assert ablate.main(asked) == 0
     lines = capsys.readouterr().out.splitlines()

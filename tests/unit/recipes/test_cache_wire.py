@@ -30,6 +30,7 @@ from lw_jax.models import cache_code, cache_codec, cache_message
 from lw_jax.recipes import cache_start
 from lw_jax.recipes.cache_held_out import HeldOut
 from lw_jax.recipes.cache_wire import CacheWire
+from lw_jax.report import page, records
 from lw_jax.training import memory_limit, wire_tensors
 from tests import tiny
 
@@ -261,11 +262,22 @@ def test_evaluation_has_the_rows_of_the_kind_and_resumes(run, root, capsys, monk
         answered.append(given)
         return answer(*given, **options)
 
+    def ask(self, split, *, least=0):
+        asked.append(least)
+        return questions(self, split, least=least)
+
+    asked, questions = [], CacheWire.questions
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(cache_rows.CacheSession, "answer", killed)
+        patch.setattr(CacheWire, "questions", ask)
         tiny.call("eval", cfg, folder)
+    assert asked == [cfg.eval.examples], "also more than a run validates on"
     kept = len((folder / coded_evaluation.PARTIAL).read_text("utf-8").splitlines()) - 1
     assert kept == 2 * cfg.eval.batch
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_count", lambda: 2)
+        with pytest.raises(UserError, match=r"encoder\.kind.*by one process"):
+            tiny.call("eval", cfg, folder)
     other_cards = make_config(root, eval__rows=ROWS, eval__taught_steps=2, mesh__memory_gb=16.0)
     assert tiny.call("eval", other_cards, folder) == 0
     told = capsys.readouterr().out
@@ -283,6 +295,8 @@ def test_evaluation_has_the_rows_of_the_kind_and_resumes(run, root, capsys, monk
         assert abs(rows["all"]["nll"] - rows["text"]["nll"]) < 0.02
         assert rows["all"]["positions"] > 1.5 * rows["half"]["positions"] > 2 * rows["quarter"]["positions"]
         assert 100 < found["readers"][name]["bytes_a_token"] < 160  # of 130
+    shown = page.render(records.read(folder))
+    assert "not evaluated" not in shown and "No byte curve" not in shown
 
 
 def test_several_processes_evaluate_in_the_batch_of_the_configuration(wire, monkeypatch):

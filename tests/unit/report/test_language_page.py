@@ -1,6 +1,7 @@
 """The page of a language model's run, from folders that the test writes: lw_jax.report.{language,scaling}.py."""
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,9 @@ def test_speed_is_the_median_of_the_log_together_and_a_device(tmp_path: Path) ->
     write_lines(folder / "devices.jsonl", [*rows, rows[0] | {"samples": 1, "utilisation": 0.65}])
     run = records.read(folder)
     assert language.speed(run).rows[1][:2] == ("tokens/s a device, of 4", "1,000")
+    timed = [row for row in run.metrics if "train/tokens_per_second" in row]
+    (folder / "hardware.json").write_text(json.dumps({"devices": 2, "since_step": timed[-2]["step"]}))
+    assert language.speed(records.read(folder)).rows[1][:2] == ("tokens/s a device, of 2", "3,500"), "of the last start"
     assert language.memory(run).rows[-1][:2] == ("peak", "6.00 GB")
     assert "50.0% .. 55.0%" in language.balance(run)
 

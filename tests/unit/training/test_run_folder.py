@@ -107,6 +107,7 @@ def test_second_run_in_a_folder_is_refused_by_name_and_a_killed_one_s_lock_is_ta
             assert other.stdout is not None and other.stdout.readline() == "locked\n"
             with pytest.raises(UserError) as raised:
                 run_folder.lock(tmp_path)
+            run_folder.lock(tmp_path, run_folder.EVAL_LOCK)  # a run under way can be evaluated
         finally:
             other.kill()
     told = str(raised.value)
