@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from lw_jax.core import precision
 from lw_jax.core.eval_rows import KNOWN_TO_CACHE, OF_CACHE, ROWS
 from lw_jax.core.files import content_hash
 from lw_jax.data.batches import Encoded, one_context
@@ -92,6 +93,7 @@ def _key(wire: CodedWire, encoded: Encoded) -> str:
     for name in ("rows", "batch"):
         del options["eval"][name]
     del options["mesh"]
+    options["compute"]["dtype"] = precision.resolve(wire.recipe.cfg.compute.dtype, wire.recipe.placement.platform)
     examples = [dataclasses.astuple(example) for example in encoded.examples]
     return content_hash([wire.fingerprint, options, examples, plan_cache.code()])
 
