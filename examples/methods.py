@@ -79,8 +79,7 @@ def _read(folder: Path, row: str, result: dict[str, Any]) -> Iterator[dict[str, 
 
 
 def _share(rows: Mapping[str, Mapping[str, float]], name: str) -> float:
-    text = rows.get("text_taught", rows["text"])  # messages of kind cache teach no form of answers
-    return (rows[name]["f1"] - rows["none"]["f1"]) / (text["f1"] - rows["none"]["f1"])
+    return (rows[name]["f1"] - rows["none"]["f1"]) / (rows["text_taught"]["f1"] - rows["none"]["f1"])
 
 
 def _trained(folder: Path) -> int:

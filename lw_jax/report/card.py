@@ -81,7 +81,7 @@ def _scores(run: Run) -> list["EvalResult"]:
     """Returns exact match and F1 of each reader's message, in the hub's form; shares of 1."""
     from huggingface_hub import EvalResult
 
-    dataset, results = _measured_on(run), []
+    dataset, results = run.evaluation["validation"], []
     kind = "" if "," in dataset else _hub_data(dataset)
     for reader, rows in run.evaluation.get("rows", {}).items():
         sent = rows.get("latents", {})
@@ -201,16 +201,11 @@ def _results(run: Run, wire: WireFolder) -> str:
     lines.append(_paragraph(f"The reader sees, beside the question: {'; '.join(meanings)}."))
     lines.append(
         _paragraph(
-            f"Measured at step {run.evaluation['step']} on {_name_of(_measured_on(run))}{exact}. Times are of "
+            f"Measured at step {run.evaluation['step']} on {_name_of(run.evaluation['validation'])}{exact}. Times are of "
             "the machine that measured."
         )
     )
     return "\n".join(lines)
-
-
-def _measured_on(run: Run) -> str:
-    """Returns the source of the questions of the run's evaluation, which a flag of `eval` may have changed."""
-    return run.evaluation["validation"] if run.evaluation else run.cfg.data.validation
 
 
 def _is_of(run: Run, wire: WireFolder) -> bool:
