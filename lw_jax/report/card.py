@@ -201,8 +201,8 @@ def _results(run: Run, wire: WireFolder) -> str:
     lines.append(_paragraph(f"The reader sees, beside the question: {'; '.join(meanings)}."))
     lines.append(
         _paragraph(
-            f"Measured at step {run.evaluation['step']} on {_name_of(run.evaluation['validation'])}{exact}. Times are of "
-            "the machine that measured."
+            f"Measured at step {run.evaluation['step']} on {_name_of(run.evaluation['validation'])}{exact}. Times are "
+            "of the machine that measured."
         )
     )
     return "\n".join(lines)
