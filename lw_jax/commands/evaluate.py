@@ -29,7 +29,8 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
         rule = "another run's folder: its own evaluation would be replaced; name another folder for the results"
         raise UserError(f"--out {folder}: {rule}")
     runtime.start()
-    validation.check_processes(cfg, jax.process_count())
+    if cfg.encoder.kind == "cache":  # what training alone needs, a teacher, is not needed here
+        validation.check_processes(cfg, jax.process_count())
     if jax.process_index() == 0:
         run_folder.check_writable(folder, remedy="`eval` leaves its results there: name another folder with --out DIR")
     runtime.tell_device()

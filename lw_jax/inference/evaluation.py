@@ -245,10 +245,8 @@ def describe(evaluation: Evaluation) -> str:
         lines.append(geometry.format_figures(evaluation.latents))
     if evaluation.curve:
         lines += ["", quality_curve.table(evaluation.curve)]
-    lines += [
-        "",
-        *(verdict.sentence(name, row, evaluation.summary.get(name, {})) for name, row in evaluation.readers.items()),
-    ]
+    rows = evaluation.summary
+    lines += ["", *(verdict.sentence(name, row, rows.get(name, {})) for name, row in evaluation.readers.items())]
     return "\n".join(lines)
 
 

@@ -244,7 +244,7 @@ def write_workdir(workdir: Path, *, cfg: Config, base: Mapping[str, Any], comman
     if _has_trained(workdir):
         check_agreement(cfg, workdir)
         before, now = (validation_examples(config) for config in (read_config(workdir), cfg))
-        if now != before:
+        if now != before and cfg.train.steps:
             raise UserError(
                 f"{workdir}: config.eval.examples={before or 'all'} there, {now or 'all'} here: scores of its "
                 "checkpoints would be of other examples; keep it (`eval` takes any), or name another --workdir"
