@@ -1,6 +1,7 @@
 """Evaluation rows of a wire of kind "cache", and the bytes of its messages."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def measure(
     encoded = recipe.encode(recipe.questions("validation", least=options.examples))
     say("held-out data: " + "\n".join(encoded.describe()))
     rows = _rows(options.rows, several=not one_context(encoded.examples), say=say)
-    indices, ratio = spread(len(encoded), options.examples), recipe.cfg.encoder.ratio
+    indices, ratio = spread(len(encoded), options.examples), wire.ratio or recipe.cfg.encoder.ratio
     bench = cache_rows.CacheSession(wire.functions, wire.frozen, recipe.tokenizers, wire.codes, ratio, taught=taught)
     _check_positions(wire, encoded, indices, rows)
     swapped, changed = None, [row for row in rows if ROWS[row].swapped]
@@ -95,7 +96,7 @@ def _key(wire: CodedWire, encoded: Encoded) -> str:
     del options["mesh"]
     options["compute"]["dtype"] = precision.resolve(wire.recipe.cfg.compute.dtype, wire.recipe.placement.platform)
     examples = [dataclasses.astuple(example) for example in encoded.examples]
-    return content_hash([wire.fingerprint, options, examples, plan_cache.code()])
+    return content_hash([wire.fingerprint, wire.ratio, options, examples, plan_cache.code()])
 
 
 def measure_times(wire: CodedWire, measured: Measured, name: str) -> tuple[Times, dict[str, float]]:
@@ -108,7 +109,8 @@ def measure_times(wire: CodedWire, measured: Measured, name: str) -> tuple[Times
     text = example.context
     if wire.recipe.cfg.data.overlong == "cut":  # what the rows read of it
         text = wire.recipe.tokenizers[name].decode(measured.encoded.readers[name]["own"].ids[measured.indices[place]])
-    message = wire.write(text, readers=(name,))
+    write = functools.partial(wire.write, text, ratio=wire.ratio, readers=(name,))
+    message = write()
     section = wire.section(message, name)
 
     def begin(prompt: Prompt) -> None:
@@ -119,7 +121,7 @@ def measure_times(wire: CodedWire, measured: Measured, name: str) -> tuple[Times
         "latents": fastest(lambda: begin(wire.prompt([section], [example.question], name))),
     }
     return Times(first, tokens), {
-        "write_seconds": fastest(lambda: wire.write(text, readers=(name,))),
+        "write_seconds": fastest(write),
         "open_seconds": fastest(lambda: wire.section(message, name)),
     }
 

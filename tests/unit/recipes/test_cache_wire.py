@@ -299,6 +299,17 @@ def test_evaluation_has_the_rows_of_the_kind_and_resumes(run, root, capsys, monk
     assert "not evaluated" not in shown and "No byte curve" not in shown
 
 
+def test_a_wire_that_reads_at_a_ratio_is_evaluated_at_it(wire):
+    other, cfg = wire.at(8), wire.recipe.cfg
+    other.recipe = copy.copy(wire.recipe)
+    options = dataclasses.replace(cfg.eval, rows=("latents", "eighth"), examples=cfg.eval.batch)
+    other.recipe.cfg = dataclasses.replace(cfg, eval=options)
+    records = coded_evaluation.measure(other, batch=options.batch, say=print).records
+    assert {record["row"] for record in records if "bytes" in record} == {"latents", "eighth"}
+    for at_eight, eighth in zip(records[::2], records[1::2], strict=True):
+        assert at_eight["row"] == "latents" and at_eight["nll"] == eighth["nll"]
+
+
 def test_several_processes_evaluate_in_the_batch_of_the_configuration(wire, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(memory_limit, "local", lambda cfg: 1.0)
