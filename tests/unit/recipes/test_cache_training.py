@@ -89,6 +89,22 @@ def test_the_loss_is_that_of_the_message_that_is_sent(recipe, started, batch, gr
     assert max(gaps) > 4e-3, "else the text itself might have been read"
 
 
+def count_fits(jaxpr):
+    """Counts the Cholesky factors outside of a `lax.cond`."""
+    parts = [part for eqn in jaxpr.eqns if eqn.primitive.name != "cond" for part in jax.tree.leaves(eqn.params)]
+    inner = [getattr(part, "jaxpr", part) for part in parts]
+    found = sum(count_fits(part) for part in inner if hasattr(part, "eqns"))
+    return found + sum(eqn.primitive.name == "cholesky" for eqn in jaxpr.eqns)
+
+
+def test_over_shards_texts_are_written_one_way_where_nothing_is_fitted(recipe, batch):
+    shards = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
+    weights = recipe.abstract()
+    losses = jax.vmap(recipe.loss, in_axes=(None, None, 0, None))
+    traced = jax.make_jaxpr(losses)(weights.trainable, weights.frozen, shards, jax.random.key(0))
+    assert count_fits(traced.jaxpr) == 0, "a predicate that differs between shards would compute both ways"
+
+
 def test_steps_along_the_gradient_lower_the_loss(recipe, started, batch, gradient):
     @jax.jit
     def descend(trainable, slope):
