@@ -33,11 +33,11 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
         validation.check_processes(cfg, jax.process_count())
     if jax.process_index() == 0:
         run_folder.check_writable(folder, remedy="`eval` leaves its results there: name another folder with --out DIR")
+        run_folder.lock(folder, run_folder.EVAL_LOCK, flag="--out")
     runtime.tell_device()
     wire = open_wire(cfg, workdir)
     if jax.process_index() == 0:
         print(f"{workdir}: checkpoint {wire.step}, read by {', '.join(cfg.llms)}", flush=True)
-        run_folder.lock(folder, run_folder.EVAL_LOCK, flag="--out")
     results = evaluation.evaluate(wire, folder=folder)
     if jax.process_index() == 0:
         paths = evaluation.write(results, folder, step=wire.step, data=cfg.data.validation)
