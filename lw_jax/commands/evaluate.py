@@ -17,11 +17,14 @@ from lw_jax.training import run_folder, wire_folder
 def run(args: argparse.Namespace, loaded: Loaded) -> int:
     """Evaluates the best checkpoint (the latest where none was validated); writes the results to --out.
 
-    Without it they go to the run's folder. Several processes of a SLURM step take a slice of each batch; the first
+    Without it they go to the run's folder. Of an exported wire --reader names those that are loaded. Several processes of a SLURM step take a slice of each batch; the first
     one writes and prints.
     """
     cfg, workdir = loaded.cfg, loaded.workdir
     folder = Path(args.out) if args.out else workdir
+    if args.reader and not wire_folder.is_wire(workdir):
+        rule = "a run is evaluated with all of its readers; export it, and evaluate the wire"
+        raise UserError(f"--reader {args.reader[0]}: {rule}")
     if wire_folder.is_wire(folder):
         rule = "an exported wire is read-only: name another folder for the results, --out DIR"
         raise UserError(f"{folder}: {rule}")
@@ -35,9 +38,9 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
         run_folder.check_writable(folder, remedy="`eval` leaves its results there: name another folder with --out DIR")
         run_folder.lock(folder, run_folder.EVAL_LOCK, flag="--out")
     runtime.tell_device()
-    wire = open_wire(cfg, workdir)
+    wire = open_wire(cfg, workdir, args.reader or ())
     if jax.process_index() == 0:
-        print(f"{workdir}: checkpoint {wire.step}, read by {', '.join(cfg.llms)}", flush=True)
+        print(f"{workdir}: checkpoint {wire.step}, read by {', '.join(wire.recipe.cfg.llms)}", flush=True)
     results = evaluation.evaluate(wire, folder=folder)
     if jax.process_index() == 0:
         paths = evaluation.write(results, folder, step=wire.step, data=cfg.data.validation)

@@ -95,9 +95,21 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
             reads_run=True,
             reads_wire=True,
             flags={
-                "--out": _value("DIR", "folder of the results (default: the run's; a wire folder needs it)", kind=_text)
+                "--out": _value(
+                    "DIR", "folder of the results (default: the run's; a wire folder needs it)", kind=_text
+                ),
+                "--reader": _value(
+                    "NAME",
+                    "of a wire folder: this reader alone; may be repeated (default: all)",
+                    kind=_text,
+                    action="append",
+                ),
             },
-            examples=("--workdir runs/mine --config.eval.examples=0", "--workdir wires/mine --out runs/mine-again"),
+            examples=(
+                "--workdir runs/mine --config.eval.examples=0",
+                "--workdir wires/mine --out runs/mine-again",
+                "--workdir wires/pair --reader llama --out runs/llama",
+            ),
         ),
         "report": Command(
             "lw_jax.commands.report",

@@ -167,3 +167,8 @@ def test_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(wire
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="Not a directory"):
         tiny.call("eval", wire.recipe.cfg, tmp_path / "file")
+
+
+def test_readers_are_chosen_of_an_exported_wire_alone(wire, tmp_path):
+    with pytest.raises(UserError, match="--reader llama: a run is evaluated with all of its readers"):
+        tiny.call("eval", wire.recipe.cfg, tmp_path, reader=["llama"])

@@ -247,9 +247,9 @@ def test_verbs_read_it_and_write_nothing_into_it(exported, tmp_path, capsys):
     assert run.main(["eval", "--workdir", str(folder), "--out", str(out)]) == 2, "another run's folder"
     assert [file.name for file in out.iterdir()] == ["config.json"]
     (out / "config.json").rename(out / "bytes.csv")
-    assert run.main(["eval", "--workdir", str(folder), "--out", str(out), *flags]) == 0
+    assert run.main(["eval", "--workdir", str(folder), "--out", str(out), "--reader", "qwen", *flags]) == 0
     found = json.loads((out / "eval.json").read_text("utf-8"))
-    assert (found["step"], found["validation"]) == (2, "cards")
+    assert (found["step"], found["validation"], list(found["readers"])) == (2, "cards", ["qwen"])
     assert not (out / "bytes.csv").exists(), "of an earlier evaluation with a curve"
     assert tiny.contents(folder) == before
 
