@@ -17,8 +17,8 @@ from lw_jax.training import run_folder, wire_folder
 def run(args: argparse.Namespace, loaded: Loaded) -> int:
     """Evaluates the best checkpoint (the latest where none was validated); writes the results to --out.
 
-    Without it they go to the run's folder. Of an exported wire --reader names those that are loaded. Several processes of a SLURM step take a slice of each batch; the first
-    one writes and prints.
+    Without it they go to the run's folder. Of an exported wire --reader names the readers that are loaded. Several
+    processes of a SLURM step take a slice of each batch; the first one writes and prints.
     """
     cfg, workdir = loaded.cfg, loaded.workdir
     folder = Path(args.out) if args.out else workdir

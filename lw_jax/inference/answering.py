@@ -13,6 +13,7 @@ from lw_jax.core.compiling import compile_together
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.data import batches
+from lw_jax.data.prompt_tokens import Layout
 from lw_jax.evals import answers
 from lw_jax.models import decoder, wire
 from sharding import place
@@ -50,6 +51,11 @@ class Answering:
     recipe: Any
     frozen: Tree
     functions: Any  # `WireFunctions`, or those of a kind
+
+    @property
+    def text_layout(self) -> Layout:
+        """The layout of a text that a reader reads itself."""
+        return self.recipe.layout
 
     def _open(self, message: bytes, reader: str, *, whole: bool = False) -> Any:
         """Returns what a message says to a reader.
@@ -113,7 +119,7 @@ class Answering:
         return self._answer(reader, self.text_prompt(text, reader, question), 1)[0]
 
     def text_prompt(self, text: str, reader: str, question: str) -> wire.Prompt:
-        batch = batches.encode_prompt(text, question, layout=self.recipe.layout, rows=("text",))
+        batch = batches.encode_prompt(text, question, layout=self.text_layout, rows=("text",))
         fields = self._put(batch["readers"][reader], self.functions.mesh_of(reader))
         return self.functions.prompt_from_text(self.frozen[reader], fields["text"])
 

@@ -1,6 +1,7 @@
 """Python API of wires of kind "cache": messages that are their readers' own keys and values."""
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.eval_rows import RATIOS
 from lw_jax.core.types import Example, Tree
 from lw_jax.data import batches, prompt_tokens
+from lw_jax.data.prompt_tokens import Layout
 from lw_jax.evals import cache_functions, cache_rows
 from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.inference.answering import Answering
@@ -69,6 +71,13 @@ class CodedWire(Answering):
             self._check_reader(name)
             sections.append((self.codings[name], self._encode(text.strip(), name, ratios)))
         return cache_codec.pack(sections, writer=self.fingerprint)
+
+    @functools.cached_property
+    def text_layout(self) -> Layout:
+        """Returns the layout of texts as long as those that `write` takes: data.context_tokens is of data sets."""
+        longest = max(reader.config.max_positions for reader in self.recipe.wire.readers.values())
+        data = dataclasses.replace(self.recipe.layout.data, context_tokens=longest)
+        return dataclasses.replace(self.recipe.layout, data=data)
 
     def _encode(self, text: str, name: str, ratios: list[int]) -> Section:
         layout, config, mesh = self.recipe.layout, self.recipe.wire.readers[name].config, self.functions.mesh_of(name)

@@ -94,6 +94,12 @@ def test_a_message_of_all_positions_answers_as_the_text(wire):
             assert wire.read(whole, reader, question) == wire.read_text(TEXT, reader, question)
 
 
+def test_a_text_is_read_however_long_a_message_may_be(wire):
+    text, most = " ".join([TEXT] * 8), wire.recipe.cfg.data.context_tokens
+    prompt = wire.text_prompt(text, "llama", QUESTION)
+    assert most < prompt.mask.sum() < wire.recipe.wire.readers["llama"].config.max_positions
+
+
 def test_questions_batches_and_streams_agree(wire, message):
     other = wire.write("Tom keeps a silver bell in the new barn. Ben has a boat.")
     alone = [wire.read(message, "qwen", QUESTION), wire.read(other, "qwen", "What has Ben?")]
