@@ -67,11 +67,15 @@ class Placement:
     def devices(self) -> int:
         return len({device for mesh in self.meshes for device in mesh.devices.flat})
 
-    def on_one_device(self) -> "Placement":
-        """Returns what one device computes: all components on one, of a model over the model axis its part."""
+    def on_one_device(self, *, whole: bool = False) -> "Placement":
+        """Returns what one device computes: all components on one, of a model over the model axis its part.
+
+        `whole`: all of it, for what each device of a model axis computes whole.
+        """
         mesh = meshes.make(data=1, model=1, devices=[self.learner.devices.flat[0]])
         parts = {
-            name: reader.mesh.shape["model"] if reader.table == "tensor" else 1 for name, reader in self.readers.items()
+            name: 1 if whole or reader.table != "tensor" else reader.mesh.shape["model"]
+            for name, reader in self.readers.items()
         }
         readers = {name: Component(mesh, "replicate", parts[name]) for name in self.readers}
         return Placement("single", mesh, readers, self.platform)

@@ -11,7 +11,7 @@ REASONS = {
     "nothing": "dropped: the answer has no token",
     "outlier": "dropped: among the longest 1 %; all passages are padded to the longest one used",
     "boundary": "dropped: the end of the prompt (prompt.anchor) and the answer are not split where they are joined",
-    "prompt": "dropped: the prompt is longer than data.context_tokens even without its context",
+    "prompt": "dropped: the prompt leaves no room for its context in data.context_tokens",
     "context": "dropped: the context is longer than encoder.window or data.context_tokens",
     "source_cut": "sources cut at encoder.window",
     "text_cut": "text prompts cut at data.context_tokens, their questions kept",

@@ -135,6 +135,8 @@ def spread(count: int, limit: int) -> list[int]:
 def _rows(source: str, split: str, fields: Fields[Row]) -> Iterator[tuple[str, Row]]:
     for where, record in row_sources.read(source, fields, split=split, document=_Squad):
         if isinstance(record, _Squad):
+            if fields.columns or fields.left:
+                _log.warning("%s: data.columns is of rows; the fields of SQuAD's own JSON are read", where)
             yield from _squad_rows(record, where)
         else:
             yield where, record

@@ -89,8 +89,8 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
         raise UserError(f"no passage for {task}: the texts are shorter than two words; name longer ones: data.passages")
     drops = DropCounts([example.id for example in found])
     source = prompt_tokens.read_source([example.context for example in found], layout, drops)
-    texts = [("" if task == "reconstruct" else " ") + example.answers[0] for example in found]
-    answers = {name: prompt_tokens.tokenize(reader.tokenizer, texts) for name, reader in layout.readers.items()}
+    texts = [example.answers[0] for example in found]
+    answers = {name: tokenize_answers(texts, reader.tokenizer, task) for name, reader in layout.readers.items()}
     _drop(found, source, answers, drops)
     keep = drops.apply_policy(layout.data.overlong)
     readers = {}
@@ -114,6 +114,12 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
         ratio=layout.ratio,
         task=task,
     )
+
+
+def tokenize_answers(texts: Sequence[str], tokenizer: Tokenizer, task: str) -> list[np.ndarray]:
+    """Returns the ids of texts that are repeated, or that continue another one, behind a blank."""
+    blank = "" if task == "reconstruct" or tokenizer.adds_blank else " "
+    return prompt_tokens.tokenize(tokenizer, [blank + text for text in texts])
 
 
 def _drop(

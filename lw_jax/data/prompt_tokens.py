@@ -184,9 +184,10 @@ class ReaderPass:
                 detail = f"{count} tokens of text prompt of reader {self.name!r}, config.data.context_tokens={limit}"
                 self.ledger.refuse(i, detail)
                 continue
-            texts[i] = self._cut_text(examples[i].context, after_texts[i])
+            kept = self._cut_context(examples[i].context, after_texts[i])
+            texts[i] = self.frame.before + kept + after_texts[i]
             prompts[i] = self._tokenize([texts[i]], begin=True, limit=limit)[0]
-            if len(prompts[i]) > limit:
+            if not kept:
                 self.ledger.drop(i, "prompt", f"{len(prompts[i])} tokens of reader {self.name!r}, limit {limit}")
             self.ledger.cut["text_cut"].add(i)
         if answers is not None:
@@ -219,15 +220,15 @@ class ReaderPass:
         self.context_tokens["context"] = [len(ids) for ids in contexts]
         return [np.concatenate([before, ids]) for ids in contexts]
 
-    def _cut_text(self, context: str, after: str) -> str:
-        """Returns the prompt with the longest start of its context that fits, found by bisection over characters."""
+    def _cut_context(self, context: str, after: str) -> str:
+        """Returns the longest start of a context whose prompt fits, found by bisection over characters."""
         limit = self.layout.data.context_tokens
         low, high = 0, len(context)  # `low` characters fit (or nothing does), `high` do not
         while high - low > 1:
             middle = (low + high) // 2
             ids = self._tokenize([self.frame.before + context[:middle] + after], begin=True, limit=limit)[0]
             low, high = (middle, high) if len(ids) <= limit else (low, middle)
-        return self.frame.before + context[:low] + after
+        return context[:low]
 
     def _drop_boundary(self, index: int, example: Example) -> None:
         detail = f"reader {self.name!r}, prompt.anchor={self.layout.prompt.anchor!r}, answer {example.answers[0]!r}"

@@ -232,10 +232,11 @@ def _split_of(file: Path) -> str:
 def ask_hub(what: str, source: str, **options: Any) -> Any:
     """Returns what a function of `datasets` gives of a data set. Raises Unreachable where the hub does not answer."""
     name, subset, _, revision = parse_hub(source, "")
-    datasets = _import("datasets", source)
+    datasets, yaml = _import("datasets", source), _import("yaml", source)
     try:
         return getattr(datasets, what)(name, subset or None, revision=revision or None, **options)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    # RuntimeError: a data set with a script; ImportError: a proxy of SOCKS; YAMLError: a damaged card
+    except (OSError, ValueError, RuntimeError, ImportError, yaml.YAMLError, datasets.exceptions.DatasetsError) as error:
         raise Unreachable(
             f"{label(source, options.get('split', ''))}: could not be loaded: {error}; check name, configuration, "
             "split, revision and the network, or download files of it and name their folder"
@@ -247,7 +248,7 @@ def _load_saved(source: str, split: str) -> Any:
     datasets = _import("datasets", source)
     try:
         data_set = datasets.load_from_disk(str(path))
-    except (OSError, ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, LookupError, TypeError, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"{path}: cannot be loaded ({error}); save the data set again") from error
     if not (path / "dataset_dict.json").is_file():
         if named:

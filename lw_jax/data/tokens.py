@@ -76,6 +76,12 @@ class Tokenizer:
         """Returns the text of ids, special tokens skipped, nothing tidied."""
         return self.backend.backend_tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    @functools.cached_property
+    def adds_blank(self) -> bool:
+        """Returns whether a text's first word is encoded as one behind a blank, as SentencePiece does."""
+        first = self.backend.convert_ids_to_tokens(self.encode("a")[:1])
+        return bool(first) and first[0].startswith("\u2581")
+
     def starts(self, text: str) -> list[int]:
         """Returns the place in the text at which each of its tokens begins, never falling."""
         offsets = self.backend.backend_tokenizer.encode(text, add_special_tokens=False).offsets

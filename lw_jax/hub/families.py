@@ -4,6 +4,7 @@ A checkpoint is accepted only when every field that it states is known not to ch
 mathematics: a model of another kind is refused by name instead of being computed wrongly.
 """
 
+import math
 from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
@@ -282,7 +283,7 @@ def read_fields(raw: Fields, where: str) -> dict[str, Any]:
 
 def stated_rope(raw: Fields, fields: Fields) -> dict[str, Any]:
     """Returns the rotary fields in the new spelling, without what transformers fills in for a missing one."""
-    raw_rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    raw_rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}  # in transformers' order
     known = {"rope_type", "rope_theta", PARTIAL, *raw_rope}
     rope = {key: raw_rope.get(key, value) for key, value in fields["rope_parameters"].items() if key in known}
     key = "original_max_position_embeddings"  # of LongRope, beside the rotary fields
@@ -350,7 +351,7 @@ def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
     optional = {
         "sliding_window": cfg.window or None,
         "use_qkv_bias": cfg.qkv_bias,
-        PARTIAL: (cfg.rotated or cfg.head_dim) / cfg.head_dim,
+        PARTIAL: math.nextafter((cfg.rotated or cfg.head_dim) / cfg.head_dim, 1.0),  # readers cut the product off
     }
     if isinstance(cfg.rope_scaling, LongRope):
         optional["original_max_position_embeddings"] = cfg.rope_scaling.original_max_positions

@@ -263,12 +263,14 @@ def from_hub(repository: str, files: list[str], *, revision: str | None = None) 
     """
     import httpx2
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     print(f"fetching {repository} from the hub, or from its cache here", file=sys.stderr, flush=True)
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=files, ignore_patterns=_HUB_COPIES))
-    except (httpx2.HTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+    # ValueError, also of a name: a proxy's page for an answer, settings that are none; ImportError: a proxy of SOCKS
+    except (httpx2.HTTPError, OSError, ValueError, ImportError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise  # of this machine: a full disk
         name, pinned = (f"{repository}@{revision}", f" --revision {revision}") if revision else (repository, "")
         raise UserError(
             f"source {name!r}: no such folder here, and the hub does not give it ({explain(error)}). Check the "

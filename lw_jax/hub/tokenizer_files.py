@@ -96,7 +96,8 @@ def _from_folder(folder: Path) -> Loaded:
             raise UserError(
                 f"{folder}: added token {token.content!r:.80} has id {token.id}, its place is {place}; {_FETCH}"
             )
-    ends = read_or_default(folder / "generation_config.json", _Generation).eos_token_id
+    stated = folder / "generation_config.json"  # as transformers, which else makes one of config.json
+    ends = read_or_default(stated if stated.is_file() else folder / "config.json", _Generation).eos_token_id
     stops = ends if isinstance(ends, tuple) else () if ends is None else (ends,)
     return fast, stops, read_or_default(folder / "config.json", Kind).vocab_size
 

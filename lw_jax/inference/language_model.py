@@ -136,7 +136,12 @@ class LM:
         sampling = decode.Sampling(max_new_tokens, tuple(self.tokenizer.stops), temperature)
         with phase("generating, which first compiles"):
             out = self._continue_all(prompts["ids"], prompts["mask"], seed, sampling)
-        return [self.tokenizer.decode([int(token) for token in row if token >= 0]) for row in out]
+        return [self._text_behind(ids, row[row >= 0]) for ids, row in zip(rows, out, strict=True)]
+
+    def _text_behind(self, prompt: np.ndarray, new: np.ndarray) -> str:
+        """Returns the text of new ids behind a prompt: decoded alone, SentencePiece strips their first blank."""
+        before, whole = self.tokenizer.decode(prompt), self.tokenizer.decode([*prompt, *new])
+        return whole.removeprefix(before) if whole.startswith(before) else self.tokenizer.decode(new)
 
     def _continue_all(self, ids: np.ndarray, mask: np.ndarray, seed: int, sampling: decode.Sampling) -> np.ndarray:
         """Returns the new ids of all rows, split over the data axis of the weights' mesh.

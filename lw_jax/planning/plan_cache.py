@@ -28,10 +28,10 @@ def path(cfg: Config, name: str) -> Path:
     """Returns the file of a plan: by target or `HERE`, the keys that shape it (`config.shape`), versions and code."""
     here = [*(device.device_kind for device in jax.devices()), jax.process_count(), str(memory_limit.local(cfg))]
     here.append(precision.resolve(cfg.compute.dtype, jax.devices()[0].platform))  # of a CPU by its processor
-    here.append(os.environ.get("XLA_FLAGS", ""))  # they may change what a program takes
     key = [
         name,
         here if name == HERE else [],
+        os.environ.get("XLA_FLAGS", ""),  # they may change what a program takes, an absent card's too
         config.shape(cfg),
         _shapes(cfg),  # a local folder may hold another model under the same name
         _versions(),

@@ -42,7 +42,8 @@ def epoch(cfg: Config) -> int | None:
     if not all(map(row_sources.is_here, row_sources.split_sources(data.train))):
         return None
     if cfg.recipe == "dpo":
-        return len(pairs.read(data.train, columns=data.columns))
+        every = pairs.read(data.train, columns=data.columns)
+        return len(every if data.validation else pairs.split(every, data.held_out, cfg.seed)[0])
     samples = examples.read(data.train, columns=data.columns)
     return len({sample.context for sample in samples}) if data.packed_tokens else len(samples)
 
@@ -94,8 +95,8 @@ def changes(
     costs = []
     if first != micro:
         costs.append(Change(f"batch a GPU {first} -> {micro}", replan(**{"train.micro_batch": first}), planned))
-    if cfg.recipe == "latentwire":
-        slots = cfg.encoder.slots
+    slots = cfg.encoder.slots
+    if _has_latents(cfg) and 2 * slots <= cfg.encoder.window:
         costs.append(Change(f"latents {slots} -> {2 * slots}", planned, replan(**{"encoder.slots": 2 * slots})))
     steps = cfg.train.steps
     return [*costs, Change(f"steps {steps} -> {2 * steps} (epochs)", planned, replan(**{"train.steps": 2 * steps}))]
@@ -106,8 +107,11 @@ def _job(cfg: Config, size: int | None) -> str:
     line = f"{cfg.train.steps} steps x {cfg.train.global_batch} = {samples:,} samples"
     unknown = "not counted in tokens" if cfg.recipe == "ttt" else "not known: the data is not on this machine"
     line += f" = {samples / size:.1f} epochs of {size:,}" if size else f", epochs {unknown}"
-    latents = f"; {cfg.encoder.slots} latents x {cfg.encoder.width} a text" if cfg.recipe == "latentwire" else ""
-    return line + latents
+    return line + (f"; {cfg.encoder.slots} latents x {cfg.encoder.width} a text" if _has_latents(cfg) else "")
+
+
+def _has_latents(cfg: Config) -> bool:
+    return cfg.recipe == "latentwire" and cfg.encoder.kind != "cache"
 
 
 def _cost(plan: StepPlan, best: StepCandidate, first: StepPlan, size: int | None) -> tuple[str, ...]:

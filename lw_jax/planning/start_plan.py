@@ -37,6 +37,7 @@ from sharding import placement as placements
 from sharding.placement import Placement
 
 TEXT = 1000  # tokens of the text whose reading and writing are told
+READ, WRITE = "read", "write"  # a batch's two programs
 SOLVES = 3  # of a text's numbers until a step is found, mostly
 
 
@@ -174,30 +175,35 @@ def _plan_reader(
     cfg, model, placed = recipe.cfg, recipe.wire.readers[name].config, recipe.placement
     rows, tokens = _sizes(cfg, placed)
     code, values = recipe.abstract().trainable["codes"][name], 2 * model.layers * model.kv_heads * model.head_dim
-    local = CacheWire(cfg, placed.on_one_device(), outline=True)  # what a device computes
+    # What a device computes: of a model over the model axis it reads its part, and codes all.
+    local, whole = (CacheWire(cfg, placed.on_one_device(whole=whole), outline=True) for whole in (False, True))
     token_bytes = values * jnp.dtype(local.abstract().frozen[name]["embed"].dtype).itemsize
     token_bytes //= max(1, model.kv_heads // local.wire.readers[name].config.kv_heads)
 
-    def work(rows: int, tokens: int) -> dict[bool, Work]:
-        works = {}
-        for writes, (function, args) in _programs(local, name, rows, tokens).items():
-            way = "text written" if writes else "text read"
-            costs = step_costs.once(local, name, way, args, lambda call=function, args=args: trace(call, *args))
-            works[writes] = Work(costs.peak, costs.peak, costs.flops, speed and speed.predict(costs).total)
-        return works
+    def costs(part: CacheWire, rows: int, tokens: int) -> Iterator[Work]:
+        for way, (function, args) in _programs(part, name, rows, tokens).items():
+            found = step_costs.once(part, name, way, args, lambda call=function, args=args: trace(call, *args))
+            yield Work(found.peak, found.peak, found.flops, speed and speed.predict(found).total)
+
+    def work(rows: int, tokens: int) -> dict[str, Work]:
+        read, _ = costs(local, rows, tokens)
+        read_whole, written = costs(whole, rows, tokens)
+        seconds = speed and written.seconds - read_whole.seconds + read.seconds
+        flops = written.flops - read_whole.flops + read.flops
+        return {READ: read, WRITE: dataclasses.replace(written, flops=flops, seconds=seconds)}
 
     batch, text = work(-(-rows // placed.data), tokens), work(1, TEXT)
     if compiles is not None:
-        for writes, (function, args) in _programs(recipe, name, rows, tokens).items():
-            with phase(f"planning: compiling what {'writes' if writes else 'reads'} {rows} texts for {name}"):
+        for way, (function, args) in _programs(recipe, name, rows, tokens).items():
+            with phase(f"planning: compiling what {way}s {rows} texts for {name}"):
                 needs = compiles(jax.jit(function).lower(*args)).memory_analysis()
             peak = needs.argument_size_in_bytes + needs.temp_size_in_bytes + needs.output_size_in_bytes - weights
-            batch[writes] = dataclasses.replace(batch[writes], peak_bytes=max(peak, 0))
+            batch[way] = dataclasses.replace(batch[way], peak_bytes=max(peak, 0))
     (readings, writings, fitted), width = _runs(cfg, rows, placed.platform), code["basis"].shape[0]
     basis = (16 * (width + cache_code.MORE) + 4 * width) * values * fitted
     heads = model.layers * model.kv_heads
     filling = width * (8 * values + 2 * width * (heads + cache_code.SWEEPS)) * fitted
-    read, write = batch[False], batch[True]
+    read, write = batch[READ], batch[WRITE]
     seconds = None
     if speed and read.seconds and write.seconds:
         seconds = readings * read.seconds + writings * (write.seconds - read.seconds) + basis / speed.exact
@@ -211,8 +217,8 @@ def _plan_reader(
         basis_bytes=4 * values * (4 * (width + cache_code.MORE) + 3 * cache_start.CHUNK),
         flops=readings * read.flops + writings * (write.flops - read.flops) + basis + filling,
         seconds=seconds,
-        read_seconds=(text[False].seconds or 0.0) / 2 if speed else None,  # it is read twice there
-        write_seconds=text[True].seconds,
+        read_seconds=(text[READ].seconds or 0.0) / 2 if speed else None,  # it is read twice there
+        write_seconds=text[WRITE].seconds,
         text_bytes=TEXT * token_bytes,
         message_bytes=-(-TEXT // max(cfg.encoder.ratio, 1)) * token_bytes,
     )
@@ -227,8 +233,8 @@ def _runs(cfg: Config, rows: int, platform: str) -> tuple[float, float, int]:
     return texts / rows, writings, train * cfg.data.context_tokens
 
 
-def _programs(recipe: CacheWire, name: str, rows: int, tokens: int) -> dict[bool, tuple[Callable[..., Any], tuple]]:
-    """Returns what reads a batch of texts twice, and what writes it (True), with the shapes of their arguments."""
+def _programs(recipe: CacheWire, name: str, rows: int, tokens: int) -> dict[str, tuple[Callable[..., Any], tuple]]:
+    """Returns what reads a batch of texts twice, and what writes it, with the shapes of their arguments."""
     functions, mesh = CacheFunctions(recipe.wire, recipe.placement), recipe.placement.readers[name].mesh
     model, replicated = recipe.wire.readers[name].config, place.whole(mesh)
     params = place.place_shapes(recipe.abstract().frozen[name], recipe.shardings().frozen[name])
@@ -252,7 +258,7 @@ def _programs(recipe: CacheWire, name: str, rows: int, tokens: int) -> dict[bool
         return functions.encode(code, reading, fields["before"]["mask"], [count], step, name, (sizes,))
 
     step = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=replicated)
-    return {False: (read, (params, fields)), True: (write, (params, code, fields, count, step))}
+    return {READ: (read, (params, fields)), WRITE: (write, (params, code, fields, count, step))}
 
 
 def _host_bytes(cfg: Config, placed: Placement) -> int:

@@ -29,6 +29,8 @@ ANY = 2**30  # tokens of a text: the readers' limits count, not an encoder's
 class CacheWire(WireReaders):
     """See `training.recipe.Recipe`. Trainable: {"codes": {reader's name: `cache_message.abstract`}}."""
 
+    splits_computation = False  # a basis goes over the keys of all heads, and is on every device
+
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
         super().__init__(cfg, placed, outline=outline)
         encoder = wire.EncoderSpec("cache", slots=1, width=cfg.encoder.width, pooling="", layers=0, window=1, body=None)

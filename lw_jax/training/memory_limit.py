@@ -1,6 +1,7 @@
 """Memory limit of a device: the bytes that a plan or a run may use."""
 
 import dataclasses
+import math
 
 import jax
 
@@ -51,4 +52,4 @@ def agree(cfg: Config) -> Config:
 
 def of_devices(cfg: Config, memory: int) -> MemoryLimit:
     """Returns the limit of devices with so many bytes; `mesh.memory_gb` overrides them."""
-    return MemoryLimit(round(cfg.mesh.memory_gb * 1e9) or memory, cfg.mesh.target_utilisation)
+    return MemoryLimit(math.ceil(cfg.mesh.memory_gb * 1e9) or memory, cfg.mesh.target_utilisation)

@@ -20,7 +20,7 @@ _traced: dict[tuple[str, ...], Any] = {}
 
 def on_one_device(step_spec: StepSpec) -> Recipe:
     make: Any = type(step_spec.recipe)
-    placed = step_spec.placement.on_one_device()
+    placed = step_spec.placement.on_one_device(whole=not step_spec.recipe.splits_computation)
     key = (_shape(step_spec.cfg), repr(placed))
     if key not in _traced:
         _traced[key] = make(step_spec.cfg, placed, outline=True)

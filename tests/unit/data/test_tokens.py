@@ -1,12 +1,16 @@
 import json
+import types
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from lw_jax.core.errors import UserError
+from lw_jax.data import passages
 from lw_jax.data.tokens import ByteTokenizer, load_source_tokenizer, load_tokenizer
+from lw_jax.inference.language_model import LM
 from tests import tiny
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -190,3 +194,39 @@ def test_bytes_round_trip_and_padding_is_dropped():
     assert tokenizer.decode([*ids, tokenizer.pad, tokenizer.eos]) == "naïve 中"
     assert tokenizer.decode([0xC3]) == "\ufffd"
     assert [ids.tolist() for ids in tokenizer.encode_batch(["a", ""])] == [[97], []]
+
+
+@pytest.fixture
+def sentencepiece(tmp_path):
+    """A tokenizer that puts a blank before every text, as Llama 2's, and takes it away again."""
+    tokens = ["<e>", "\u2581", *"abcdefghijklmnopqrstuvwxyz", "\u2581a"]
+    backend = Backend(models.BPE({token: i for i, token in enumerate(tokens)}, [("\u2581", "a")]))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>").save_pretrained(tmp_path)
+    return load_tokenizer(tmp_path)
+
+
+def test_new_text_keeps_the_blank_before_its_first_word(sentencepiece, gguf):
+    assert sentencepiece.adds_blank and not gguf.adds_blank
+    for tokenizer in (sentencepiece, gguf):
+        lm = types.SimpleNamespace(tokenizer=tokenizer)
+        whole = np.array(tokenizer.encode("the cat a dog"))
+        for place in range(1, len(whole)):
+            new = LM._text_behind(lm, whole[:place], whole[place:])
+            assert tokenizer.decode(whole[:place]) + new == "the cat a dog"
+    assert sentencepiece.decode(sentencepiece.encode("a dog")) == "a dog", "alone, as nothing stands before it"
+
+
+def test_a_continuation_begins_as_behind_its_text(sentencepiece):
+    answers = passages.tokenize_answers(["a dog"], sentencepiece, "continuation")[0].tolist()
+    assert (
+        answers == sentencepiece.encode("the cat a dog")[-len(answers) :] and answers[0] != sentencepiece.encode("x")[0]
+    )
+
+
+def test_generation_ends_where_transformers_does(tmp_path, sentencepiece):
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 29, "eos_token_id": [0, 7]}))
+    assert load_tokenizer(tmp_path).stops == (0, 7), "of config.json where there is no generation_config.json"
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert load_tokenizer(tmp_path).stops == (0, 9)

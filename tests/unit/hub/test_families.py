@@ -45,6 +45,20 @@ def test_absent_kv_heads_and_head_dim_follow_from_heads():
     assert (cfg.kv_heads, cfg.head_dim) == (6, 10)
 
 
+def test_of_two_spellings_of_frequencies_the_one_counts_that_transformers_reads():
+    fields = fields_of(LLAMA31)
+    scaling = fields["rope_parameters"]
+    plain = {"rope_type": "default", "rope_theta": scaling["rope_theta"]}
+    stated = families.stated_rope({"rope_scaling": scaling, "rope_parameters": plain}, {"rope_parameters": scaling})
+    assert stated["rope_parameters"] == scaling
+
+
+@pytest.mark.parametrize("rotated", range(2, 101, 2))
+def test_a_written_share_of_rotated_dimensions_is_read_again(rotated):
+    cfg = dataclasses.replace(PHI3, head_dim=100, rotated=rotated if rotated < 100 else 0)
+    assert int(families.hf_fields(cfg, "phi3")["partial_rotary_factor"] * 100) == rotated
+
+
 @pytest.mark.parametrize(
     ("family", "key", "value"),
     [

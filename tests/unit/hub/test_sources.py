@@ -1,4 +1,5 @@
 import hashlib
+import json
 import os
 import shutil
 import zipfile
@@ -176,6 +177,21 @@ def test_hub_that_cannot_be_reached_is_told_with_remedies(tmp_path, monkeypatch)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"'owner/name'.*HF_TOKEN.*HF_HUB_OFFLINE"):
+        sources.locate("owner/name")
+
+
+@pytest.mark.parametrize(
+    "error", [json.JSONDecodeError("no JSON", "<html>", 0), OSError("Consistency check failed"), ImportError("socksio")]
+)
+def test_what_is_no_answer_of_a_hub_is_told_as_that(error, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(UserError, match=r"'owner/name'.*does not give it"):
+        sources.locate("owner/name")
+    error = OSError(28, "No space left on device")
+    with pytest.raises(OSError, match="No space"):
         sources.locate("owner/name")
 
 

@@ -81,6 +81,8 @@ def test_another_target_version_or_memory_is_another_plan(root, monkeypatch):
     files = [plan_cache.path(cfg, name) for name in ("h100x2", "h100x4", "here")]
     monkeypatch.setattr(plan_cache, "_versions", lambda: ["jax 0"])
     files.append(plan_cache.path(cfg, "h100x2"))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_of_another_run=1")
+    files.append(plan_cache.path(cfg, "h100x2"))
     assert len(set(files)) == len(files)
 
 

@@ -84,6 +84,12 @@ def test_epoch_is_what_is_on_this_machine(cfg, tmp_path):
     (tmp_path / "both.jsonl").write_text("\n".join(map(json.dumps, both)))
     assert of(str(tmp_path / "both.jsonl")) == 14
     assert of(str(tmp_path / "both.jsonl"), data__packed_tokens=64) == 7, "a text's questions are one sample"
+    pairs = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    of_pairs = {"recipe": "dpo", "data__held_out": 0.5, "data__validation": ""}
+    trained = of(str(tmp_path / "pairs.jsonl"), **of_pairs)
+    assert trained is not None and 10 < trained < 30, "half are held out"
+    assert of(str(tmp_path / "pairs.jsonl"), **of_pairs | {"data__validation": "held.jsonl"}) == 40
     assert of("hub:rajpurkar/squad") is None and of("nowhere.jsonl") is None
 
 

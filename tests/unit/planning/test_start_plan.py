@@ -1,5 +1,6 @@
 """Plans of runs without steps: memory, seconds, the job; of two tiny readers and of 8B ones."""
 
+import functools
 import json
 
 import pytest
@@ -8,7 +9,7 @@ from configs import pair_8b
 from lw_jax.benchmarking import timing
 from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
-from lw_jax.planning import host_memory, plan_tables, planner, start_plan
+from lw_jax.planning import host_memory, plan_tables, planner, simulation, start_plan
 from lw_jax.planning.roofline import Speed
 from tests import tiny
 
@@ -49,13 +50,29 @@ def test_report_and_flags_say_what_is_chosen(large):
     validation.validate(config.build(values))
 
 
-def test_what_does_not_fit_takes_more_devices_or_says_so():
+def test_what_does_not_fit_takes_more_devices_or_says_so(large):
     small = config.build(pair_8b.get_config())
     found = start_plan.of_target(small, "a100_40x1", estimate=True)
     assert found.chosen is None and "of" in found.candidates[-1].obstacle and found.hours is None
     assert "nothing fits" in plan_tables.report(found)
     several = start_plan.of_target(small, "a100_40x8", estimate=True)
     assert several.chosen is not None and several.chosen.strategy == "tensor" and several.chosen.model > 1
+    for name, split in several.chosen.readers.items():
+        whole, data = large.chosen.readers[name], several.chosen.data
+        assert split.reading.flops < 0.6 * whole.reading.flops / data, "a device reads its part of the model"
+        coding = split.writing.flops - split.reading.flops
+        assert coding == pytest.approx((whole.writing.flops - whole.reading.flops) / data, rel=0.02), "and codes all"
+
+
+def test_training_over_a_model_axis_is_as_much_work_for_each_device(root):
+    cfg = tiny.make_config(root, only="llama", **CACHE | {"train__steps": 5}, compute__remat="none")
+    placed = {"h100x1": {"mesh__placement": "single"}, "h100x2": {"mesh__placement": "tensor", "mesh__model": 2}}
+    one, two = (planner.make(tiny.change(cfg, **at), target, estimate=True) for target, at in placed.items())
+    assert two.chosen.samples_per_second <= one.chosen.samples_per_second
+    changed = simulation.changes(
+        cfg, one.target, one.chosen, own={}, estimate=functools.partial(planner.make, estimate=True)
+    )
+    assert not any("latents" in change.what for change in changed), "it has none"
 
 
 def test_the_cpu_is_planned_by_compiling_and_as_json(root, capsys, monkeypatch):
