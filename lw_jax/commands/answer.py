@@ -35,6 +35,8 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
     _check_message(cfg, args, message)
     answering.check_questions(questions, name="--question")
     if args.write not in (None, "-"):
+        if Path(args.write).is_dir():
+            raise UserError(f"--write {args.write}: a folder; name a file in it")
         check_writable(Path(args.write).absolute().parent, remedy="choose another file for --write")
     runtime.tell_device()
     with contextlib.redirect_stdout(sys.stderr if args.write == "-" else sys.stdout):

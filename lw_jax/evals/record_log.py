@@ -28,6 +28,7 @@ class RecordLog:
         resumed = lines[1:] if lines[:1] == [head] else []
         self.dropped = max(0, len(lines) - 1 - len(resumed))
         self._keep([json.loads(line) for line in resumed])
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, "".join(f"{line}\n" for line in (head, *resumed)))
 
     def __len__(self) -> int:

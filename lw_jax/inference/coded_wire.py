@@ -67,7 +67,7 @@ class CodedWire(Answering):
         if not text.strip():
             raise UserError("write: empty; a text of at least one word is needed")
         sections = []
-        for name in readers or tuple(self.recipe.wire.readers):
+        for name in dict.fromkeys(readers or self.recipe.wire.readers):
             self._check_reader(name)
             sections.append((self.codings[name], self._encode(text.strip(), name, ratios)))
         return cache_codec.pack(sections, writer=self.fingerprint)
@@ -104,7 +104,11 @@ class CodedWire(Answering):
         reading = self.functions.read_twice(self.frozen[name], placed, name, keep_queries)
         lengths = np.full(len(placed["own"]["mask"]), length)
         sent = self.functions.write(code, reading, placed["before"]["mask"], lengths, ratios, name)
-        return cache_message.to_section(dict(zip(ratios, jax.device_get(sent), strict=True)), length)
+        section = cache_message.to_section(dict(zip(ratios, jax.device_get(sent), strict=True)), length)
+        if not section.kept(ratios[-1]).any():
+            rule = f"at ratio={ratios[-1]} nothing is kept of a text of {length} tokens"
+            raise UserError(f"reader {name!r}: {rule}; give a smaller ratio or a longer text")
+        return section
 
     def describe(self, message: bytes) -> str:
         """Returns the size of each reader's part of a message, in tokens of the text, positions and bytes."""

@@ -166,12 +166,22 @@ def measure(
 
 
 def _without_other_texts(options: Eval, encoded: Encoded) -> Eval:
-    """Returns the options without the rows that need a second text, where the held-out examples have one alone."""
-    other = [row for row in options.rows if eval_rows.ROWS[row].latents == "other" or eval_rows.ROWS[row].compacted]
-    if not other or not one_context(encoded.examples):
+    """Returns the options without the rows that need a second text, where the held-out examples have one alone.
+
+    Random latents are drawn with the deviation over the texts that are measured: of one they would be its own.
+    """
+    measured = one_context([encoded.examples[index] for index in spread(len(encoded), options.examples)])
+    alone = one_context(encoded.examples)
+    other = [
+        name
+        for name in options.rows
+        if (alone and (eval_rows.ROWS[name].latents == "other" or eval_rows.ROWS[name].compacted))
+        or (measured and eval_rows.ROWS[name].latents == "random")
+    ]
+    if not other:
         return options
     rows = tuple(row for row in options.rows if row not in other)
-    rule = "need a second text, and all held-out questions are about one"
+    rule = f"need a second text, and all {'held-out' if alone else 'measured'} questions are about one"
     if not rows:
         raise UserError(
             f"config.eval.rows: {', '.join(other)} {rule}; name other rows, raise eval.examples, or export the "

@@ -44,6 +44,10 @@ def load_wire(
     cfg = build(values)
     validation.validate(cfg)
     run_folder.check_agreement(cfg, path)
+    if readers and not wire_folder.is_wire(path):
+        raise UserError(
+            f"{path}: readers={list(readers)}: a run is opened with all of its readers; export it, and open that"
+        )
     return open_wire(cfg, path, readers)
 
 

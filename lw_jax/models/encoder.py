@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.types import Tree
-from lw_jax.models import decoder
+from lw_jax.models import codec, decoder
 from lw_jax.models.attention import attention
 from lw_jax.models.modules import RMSNorm
 from lw_jax.models.products import Linear, product
@@ -240,7 +240,7 @@ def keep(y: Float[Array, "b m z"], slots: Int[Array, " b"], width: Int[Array, " 
     inside = jnp.arange(y.shape[2], dtype=jnp.int32)[None, None, :] < width[:, None, None]
     y = jnp.where(inside & slot_mask(slots, y.shape[1])[:, :, None], y, 0.0)
     power = jnp.sum(y * y, axis=-1, keepdims=True) / width.astype(jnp.float32)[:, None, None]
-    return y * jax.lax.rsqrt(power + 1e-6)
+    return y * jax.lax.rsqrt(power + codec.EPSILON)
 
 
 def slot_mask(slots: Int[Array, " b"], count: int) -> Bool[Array, "b m"]:

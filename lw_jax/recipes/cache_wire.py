@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from lw_jax.core.config import Config
+from lw_jax.core.files import content_hash
 from lw_jax.core.types import Example, LossTerms, Tree
 from lw_jax.data import batches, examples, prompt_tokens
 from lw_jax.data.batches import Encoded
@@ -140,5 +141,8 @@ class CacheWire(WireReaders):
         return {"encoder": f"cache {self.cfg.encoder.width}"} | super().identity()
 
     def content(self) -> dict[str, str]:
-        """Returns hashes of the questions of both splits."""
-        return {split: examples.digest(self.curriculum.examples(split)) for split in ("train", "validation")}
+        """Returns hashes of the questions of both splits, and with the first one's of its passages."""
+        content = {split: examples.digest(self.curriculum.examples(split)) for split in ("train", "validation")}
+        if passages := self.curriculum.passages():
+            content["train"] = content_hash([content["train"], passages])
+        return content

@@ -88,7 +88,7 @@ class Recipe:
     def validation(self) -> Sequence[tuple[str, Stream]]:
         """Returns validation data sets with a prefix for their metrics; the loss of the first one ranks checkpoints.
 
-        Called after the frozen weights are loaded. Metrics below "detail/" go to the log files only.
+        Called before the weights are loaded. Metrics below "detail/" go to the log files only.
         """
         raise NotImplementedError
 

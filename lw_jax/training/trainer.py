@@ -83,6 +83,8 @@ class Run:
         with phase("reading and tokenising the data"):
             data_schedule = self.recipe.data_schedule()
         self.reporter.say(*data_schedule.describe())
+        if self.checkpointer is not None:  # else it does not validate
+            self.reporter.say(*self.validation_loop.describe_data())
         batch, seed = self.cfg.train.global_batch, self.cfg.seed
         loader = Loader(data_schedule, global_batch=batch, seed=seed, share=processes.share())
         self._choose_micro_batch(data_schedule)

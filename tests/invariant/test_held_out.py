@@ -174,3 +174,23 @@ def test_loss_that_is_no_number_before_anything_was_learned_blames_no_learning_r
             run.train(lambda step: False)
     assert "step 1: train/loss is nan" in str(raised.value)
     assert "learning_rate" not in str(raised.value) and "is kept" not in str(raised.value)
+
+
+class Loading(BaseException):
+    """The run goes on to its weights."""
+
+
+@pytest.mark.parametrize(("overlong", "match"), [("refuse", r"config\.encoder\.window"), ("drop", None)])
+def test_held_out_data_is_read_before_weights_and_what_is_left_of_it_is_told(
+    overlong, match, root, tmp_path, monkeypatch, capsys
+):
+    def load(*_):
+        raise Loading
+
+    rows = [{"context": text, "question": "Who?", "answers": ["Mara"]} for text in ("Mara has a lamp.", "Mara " * 500)]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = tiny.make_config(root, data__validation=str(tmp_path / "held_out.jsonl"), data__overlong=overlong)
+    monkeypatch.setattr(trainer.Run, "_restore_or_initialise", load)
+    with pytest.raises(UserError if match else Loading, match=match):
+        tiny.train_in(tmp_path / "run", cfg)
+    assert match or "held-out data: 1 of 2 questions" in capsys.readouterr().out

@@ -8,7 +8,7 @@ FIRST, SECOND = ({"reader": "llama", "row": "text", "index": index, "nll": math.
 
 
 def test_records_of_the_same_key_are_read_again(tmp_path):
-    path = tmp_path / "log.jsonl"
+    path = tmp_path / "new folder" / "log.jsonl"
     RecordLog(path, "a").add([FIRST, SECOND])
     log = RecordLog(path, "a")
     assert log.missing("llama", ["text", "none"], [0, 1]) == ["none"] and log.missing("llama", ["text"], [2]) == [

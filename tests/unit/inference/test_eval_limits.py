@@ -17,7 +17,7 @@ from lw_jax.inference import coded_evaluation, evaluation
 from lw_jax.planning import plan_cache
 from tests import tiny
 
-ALL = ("text", "latents", "shuffled", "ceiling", "none")
+ALL = ("text", "latents", "shuffled", "random", "ceiling", "none")
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,18 @@ def test_rows_that_need_a_second_text_are_left_out_where_there_is_none(untrained
     found = evaluation.evaluate(ask(untrained, tmp_path, texts, ALL))
     assert list(found.summary["llama"]) == ["text", "latents", "none"]
     said = capsys.readouterr().out
-    assert "shuffled, ceiling" in said and "COLLAPSED" not in said
+    assert "shuffled, random, ceiling" in said and "COLLAPSED" not in said
     assert "gap_nll" not in found.readers["llama"]
     with pytest.raises(UserError, match=r"config.eval.rows: shuffled"):
         evaluation.evaluate(ask(untrained, tmp_path, texts, ("shuffled",)))
+
+
+def test_random_latents_are_not_those_of_the_one_text_that_is_measured(untrained, tmp_path, capsys):
+    asked = ask(untrained, tmp_path, ["Mara has 3 lamps.", "Tom owns 8 kites."], ("none", "random"), ("3", "8"))
+    options = dataclasses.replace(asked.recipe.cfg.eval, examples=1)
+    asked.recipe.cfg = dataclasses.replace(asked.recipe.cfg, eval=options)
+    assert {record["row"] for record in evaluation.measure(asked).records} == {"none"}
+    assert "random need a second text, and all measured questions" in capsys.readouterr().out
 
 
 def test_swapped_rows_alone_are_measured(untrained, tmp_path):

@@ -147,6 +147,20 @@ def test_a_reader_takes_its_own_section_alone(wire, message):
         wire.read(alone, "llama", QUESTION)
 
 
+def test_a_reader_that_is_named_twice_gets_one_section(wire, message):
+    assert wire.write(TEXT, readers=("qwen", "qwen")) == wire.write(TEXT, readers=("qwen",))
+
+
+def test_a_text_of_which_nothing_is_kept_is_refused(wire):
+    with pytest.raises(UserError, match="at ratio=16 nothing is kept of a text of 1 tokens"):
+        wire.write("a", ratio=16, readers=("qwen",))
+
+
+def test_a_run_is_opened_with_all_of_its_readers(run):
+    with pytest.raises(UserError, match="readers=.*export"):
+        lw_jax.load_wire(run[0], readers=["llama"])
+
+
 def test_one_message_serves_several_ratios(wire, message):
     several = wire.write(TEXT, ratio=(2, 4, 8))
     section = wire.section(several, "qwen")
@@ -327,6 +341,7 @@ def test_several_processes_evaluate_in_the_batch_of_the_configuration(wire, monk
     [
         ({"context": TEXT, "ratio": 17}, "--ratio=17.*16"),
         ({"context": TEXT, "bits": 4}, "--bits 4.*--ratio"),
+        ({"context": TEXT, "write": "/"}, "--write /: a folder"),
         ({"message": b"LWJX and more"}, "not a cache message"),
     ],
 )

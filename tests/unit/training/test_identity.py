@@ -57,7 +57,9 @@ def make(root, policy, tmp_path) -> Callable[[str], Any]:
             return test_dpo.make(policy, train__global_batch=4, **data)
         if kind == "ttt":
             return tiny.make_ttt(root, **data)
-        if kind == "passages":
+        if kind == "cache":
+            data |= {"encoder__kind": "cache", "encoder__width": 60, "stages__pretrain__reconstruct": 1.0}
+        if kind in ("passages", "cache"):
             data |= {"stages__pretrain__share": 0.5, "stages__pretrain__lengths": (16,)}
             data["data__passages"] = str(tmp_path / "passages.jsonl")
         return tiny.make_recipe(root, data__validation_limit=0, **data)
@@ -80,6 +82,7 @@ def save(folder: Path, identity: dict[str, str], trainable: Any) -> None:
         ("latentwire", "train", "train"),
         ("latentwire", "validation", "validation"),
         ("passages", "passages", "train"),
+        ("cache", "passages", "train"),
         ("dpo", "train", "train"),
         ("ttt", "train", "train"),
     ],
