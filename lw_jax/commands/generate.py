@@ -13,7 +13,7 @@ from lw_jax.inference import language_model
 
 @processes.Together()
 def run(args: argparse.Namespace, loaded: Loaded) -> int:
-    """Prints each prompt with a continuation of at most --tokens tokens; config.seed seeds the sampling.
+    """Prints each prompt with a continuation of at most --tokens tokens; --seed, else config.seed, seeds the sampling.
 
     The prompts are split over the devices, of all processes of a SLURM step.
 
@@ -27,7 +27,8 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     runtime.tell_device()
     lm = language_model.load_trained(loaded.cfg, loaded.workdir, texts=len(args.prompt))
-    continuations = lm.generate(args.prompt, args.tokens, temperature=args.temperature, seed=loaded.cfg.seed)
+    seed = loaded.cfg.seed if args.seed is None else args.seed
+    continuations = lm.generate(args.prompt, args.tokens, temperature=args.temperature, seed=seed)
     if jax.process_index():  # of several processes the first one prints
         return 0
     print(f"step {lm.step}")

@@ -154,6 +154,7 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
                 "--prompt": _value("TEXT", "may be repeated", kind=_text, action="append"),
                 "--tokens": _value("N", "at most N new tokens (default: %(default)s)", kind=_whole, default=100),
                 "--temperature": _value("T", "0 is greedy (default: %(default)g)", kind=_real, default=0.0),
+                "--seed": _value("N", "of what is drawn at a temperature above 0 (default: config.seed)", kind=_whole),
             },
             examples=('--workdir runs/ttt --prompt "Return the" --tokens 100 --temperature 0.7',),
         ),

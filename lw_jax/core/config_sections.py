@@ -370,7 +370,8 @@ class DPO:
     max_prompt: int = key(0, "prompt; 0: as many as fit", unit="tokens", at_least=0, shapes="no")
     truncation: str = key(
         "drop",
-        "a longer pair is dropped, or loses the end of its answers or the start of its prompt",
+        "a longer pair is dropped, or loses the end of its answers or the start of its prompt; a prompt that fills "
+        "max_length alone is dropped",
         choices=("drop", "keep_start", "keep_end"),
         shapes="no",
     )

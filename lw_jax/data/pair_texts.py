@@ -43,6 +43,7 @@ class Writer:
         tokens = tokenizer.backend.convert_ids_to_tokens(list(tokenizer.stops))
         self.ends = {token: i for token, i in zip(tokens, tokenizer.stops, strict=True) if token}
         any_end = "|".join(map(re.escape, self.ends))
+        self.opening = re.compile(rf"(?:.*(?:{any_end}))(.+)\Z", re.DOTALL)  # what stands behind the last end
         self.tail = re.compile(rf"({any_end})(?:\s|{any_end})*\Z")  # the first end with nothing but ends behind it
         self.begin = str(tokenizer.backend.bos_token or "")
         self.past = 0  # pairs of which the template leaves out earlier reasoning
@@ -88,6 +89,10 @@ class Writer:
             reply = whole.removeprefix(prompt)
             self._check(pair, (opened[0] if opened else "") + reply, chat_templates.said(answer, name))
             read |= self._find_read(pair, turns + answer, prompt, whole)
+            # A template that opens a turn whatever it is asked, as Llama 3's first one did, opens one here too.
+            opened_again = self.opening.match(reply)
+            if opened_again and prompt.endswith(opened_again[1]):
+                reply = reply.removesuffix(opened_again[1])
             replies.append(self._finish(reply))
         self.unread.update((_ROW.sub("", pair.id), key) for key in _beside(pair) - read)
         return Written(prompt, *replies)

@@ -16,7 +16,7 @@ from lw_jax.core.progress import phase
 from lw_jax.core.types import LossTerms, Task, Tree
 from lw_jax.data import corpus, documents, row_sources
 from lw_jax.data.corpus import Span, TextTokenizer
-from lw_jax.data.tokens import ByteTokenizer, Tokenizer, byte_backend, load_tokenizer, wrap
+from lw_jax.data.tokens import ByteTokenizer, Tokenizer, byte_backend, identify, load_tokenizer, wrap
 from lw_jax.data.windows import WarmupSchedule, Windows
 from lw_jax.evals import ngrams
 from lw_jax.hub import sources, weights
@@ -100,6 +100,12 @@ class TTT(Recipe):
         expected = dataclasses.replace(self.model, rows=0)  # a file has no padding rows
         if stored != expected:
             raise UserError(f"config.ttt.source = {source!r} is {stored}, the configuration describes {expected}")
+        theirs = load_tokenizer(location) if (location / "tokenizer.json").is_file() else None
+        if theirs and identify(theirs) != identify(self.reader_tokenizer()):
+            raise UserError(
+                f"config.ttt.source = {source!r} was trained with another tokenizer than config.ttt.tokenizer = "
+                f"{self.cfg.ttt.tokenizer!r}; name the source's own"
+            )
         fill = jax.jit(functools.partial(ttt.fill_tables, self.model), out_shardings=shardings)
         return Weights(fill(weights.load_ttt(location, shardings=shardings)), {NAME: {}})
 

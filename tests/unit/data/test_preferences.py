@@ -161,6 +161,12 @@ def test_chat_writes_the_talk_in_the_format_of_the_family(load, family, form):
     assert pair.chosen.dtype == pair.rejected.dtype == pair.prompt.dtype == np.int32
 
 
+def test_a_turn_that_a_template_opens_unasked_behind_a_reply_is_not_trained(load):
+    asked = FAMILIES["llama3"].template
+    opens = load("llama3", asked.replace(ask(LLAMA_REPLY), LLAMA_REPLY))
+    assert whole(encode_one(opens, talk())) == whole(encode_one(load("llama3"), talk()))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tail", ["{0}{0}", "{0}\n{eos} \n"])
 def test_double_eos_where_a_conversation_already_holds_an_end(load, family, tail):

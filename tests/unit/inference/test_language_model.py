@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from lw_jax.models import ttt
 from lw_jax.models.ttt import TTTConfig
 from lw_jax.recipes import selfmade
 from sharding import mesh as meshes
+from tests import tiny
 
 NEW = 11  # tokens: over the end of a chunk
 TEXTS = ["Mara", "Mara Ellis lives in Lisbon.", "Tom Reed"]
@@ -119,3 +121,16 @@ def test_what_is_drawn_follows_the_seed_and_not_the_devices(lm, folder):
         for one, seed in ((lm, 1), (split, 1), (lm, 2))
     ]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_what_is_drawn_is_named_by_a_seed_of_the_command_line(root, monkeypatch):
+    def generate(prompts, tokens, *, temperature, seed):
+        seeds.append(seed)
+        return prompts
+
+    seeds, cfg = [], tiny.make_ttt_config(root)
+    lm = types.SimpleNamespace(generate=generate, step=1)
+    monkeypatch.setattr(language_model, "load_trained", lambda *_, **__: lm)
+    for seed in (None, 7):
+        tiny.call("generate", cfg, root, prompt=["a"], seed=seed)
+    assert seeds == [cfg.seed, 7]

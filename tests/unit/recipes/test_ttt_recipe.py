@@ -1,5 +1,7 @@
 """lw_jax/recipes/ttt.py: the loss and what is told beside it, against plain computations, and where a run begins."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from lw_jax import recipes
 from lw_jax.core import tree
 from lw_jax.core.errors import UserError
-from lw_jax.data.tokens import load_tokenizer
+from lw_jax.data.tokens import byte_backend, load_tokenizer
 from lw_jax.hub import weights
 from lw_jax.models import ttt
 from lw_jax.recipes.ttt import TTT
@@ -240,3 +242,18 @@ def test_training_goes_on_from_a_folder(root, source, params):
 def test_folder_of_another_shape_is_refused(root, source):
     with pytest.raises(UserError, match=r"config.ttt.source = .*source' is .*width=24.*describes .*width=48"):
         tiny.make_ttt(root, ttt__source=str(source), ttt__width=48).build()
+
+
+def test_weights_of_another_tokenizer_are_refused(root, source):
+    byte_backend().save_pretrained(str(source))
+    tiny.make_ttt(root, ttt__source=str(source)).build()
+    file = source / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocab = content["model"]["vocab"]
+    first, second, *_ = vocab
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    file.write_text(json.dumps(content))
+    with pytest.raises(
+        UserError, match=r"config.ttt.source = .* another tokenizer than config.ttt.tokenizer = 'bytes'"
+    ):
+        tiny.make_ttt(root, ttt__source=str(source)).build()
