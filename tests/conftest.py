@@ -27,10 +27,10 @@ os.environ.setdefault("LW_JAX_PROGRESS_SECONDS", "1e6")  # standard error is the
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax-tests"))
 # The limit of the instructions makes compute.dtype=auto fp32 on every processor.
 _FLAGS = "--xla_cpu_max_isa=AVX512"
-# XLA's older emitters compile a training step in a third of the time and compute the same sums; jaxlib 0.11 has them no
-# longer, and ends every process that names them.
+# XLA's older emitters compile a training step in a third of the time and compute the same sums, and a program in one
+# part in 0.9 of it; jaxlib 0.11 has the emitters no longer, and ends every process that names them.
 if metadata.version("jaxlib").startswith("0.10."):
-    _FLAGS += " --xla_cpu_use_fusion_emitters=false"
+    _FLAGS += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 os.environ |= {
     "JAX_NUMPY_DTYPE_PROMOTION": "strict",
