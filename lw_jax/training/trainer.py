@@ -74,6 +74,7 @@ class Run:
         self._session: _Session | None = None
         self._pending: tuple[int, Tree] | None = None  # a step and its values, not read yet
         self._saved: int | None = None  # the newest checkpoint
+        self._compiled = set[str]()  # shapes of the batches that were trained on
 
     @property
     def micro_batch(self) -> int:
@@ -209,7 +210,7 @@ class Run:
         try:
             with out_of_memory.detect():
                 batch = self.step_spec.put(next(session.loader), self.accumulation)
-                with self.reporter.compiling(step) if first else contextlib.nullcontext():
+                with self._timing(step, batch, first=first):
                     self.state, values = self.step_spec.step(self.state, session.frozen, batch)
                     if first:
                         jax.block_until_ready(values)
@@ -219,6 +220,18 @@ class Run:
                 self._report_pending()  # the step before this one was taken
             raise
         return values
+
+    def _timing(self, step: int, batch: Tree, *, first: bool) -> contextlib.AbstractContextManager[None]:
+        """Returns the context of a call of the step: the clock stops where it is compiled for a batch's shapes."""
+        shapes = str(jax.tree.map(jnp.shape, batch))
+        is_new = shapes not in self._compiled
+        self._compiled.add(shapes)
+        if first:
+            return self.reporter.compiling(step)
+        if not is_new:
+            return contextlib.nullcontext()
+        jax.block_until_ready(self.state)
+        return self.reporter.clock.paused()
 
     def _report_pending(self, *, final: bool = False) -> None:
         """Reports the last step's values, a step late, so that the devices never wait for the host."""

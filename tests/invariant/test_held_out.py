@@ -1,7 +1,9 @@
 """Validation comes after the save, fits itself into memory, and is made up where it is missing: it costs no step."""
 
+import contextlib
 import json
 import signal
+import types
 
 import jax
 import numpy as np
@@ -194,3 +196,14 @@ def test_held_out_data_is_read_before_weights_and_what_is_left_of_it_is_told(
     with pytest.raises(UserError if match else Loading, match=match):
         tiny.train_in(tmp_path / "run", cfg)
     assert match or "held-out data: 1 of 2 questions" in capsys.readouterr().out
+
+
+def test_compiling_for_further_shapes_is_no_step_s_time():
+    stopped: list[int] = []
+    clock = types.SimpleNamespace(paused=lambda: stopped.append(number) or contextlib.nullcontext())
+    reporter = types.SimpleNamespace(clock=clock, compiling=lambda step: contextlib.nullcontext())
+    run = types.SimpleNamespace(_compiled=set(), state={}, reporter=reporter)
+    for number, width in enumerate((3, 3, 5, 5, 3, 4), start=1):  # noqa: B007
+        with trainer.Run._timing(run, number, {"ids": np.zeros((2, width))}, first=number == 1):
+            pass
+    assert stopped == [3, 6]
