@@ -188,7 +188,9 @@ def _plan_reader(
     def work(rows: int, tokens: int) -> dict[str, Work]:
         read, _ = costs(local, rows, tokens)
         read_whole, written = costs(whole, rows, tokens)
-        seconds = speed and written.seconds - read_whole.seconds + read.seconds
+        seconds = None
+        if written.seconds and read_whole.seconds and read.seconds:
+            seconds = written.seconds - read_whole.seconds + read.seconds
         flops = written.flops - read_whole.flops + read.flops
         return {READ: read, WRITE: dataclasses.replace(written, flops=flops, seconds=seconds)}
 
