@@ -45,8 +45,10 @@ slow: $(VENV)/.dev
 
 # requirements.lock has JAX 0.11 for Python 3.12 and newer. make newer-jax PYTHON=python3.12 VENV=.venv-newer
 newer-jax: $(VENV)/.newer  ## what follows JAX's version: models, compiled plans, optimizers, checkpoints; by another Python's
-	$(PYTEST) -m "not slow" tests/unit/models $(addprefix tests/unit/planning/test_, gpus.py hlo_counts.py planner.py \
-		start_plan.py) $(addprefix tests/unit/training/test_, checkpoint.py optimizers.py traced_costs.py)
+	$(PYTEST) -m "not slow" $(addsuffix .py, \
+		$(addprefix tests/unit/models/test_, attention cache_code decode decoder encoder kept_keys lora products quant ttt \
+		ttt_kernel wire) $(addprefix tests/unit/planning/test_, gpus hlo_counts planner) \
+		$(addprefix tests/unit/training/test_, checkpoint optimizers traced_costs))
 
 # Not in `test-all`. Runs that failed lie in chaos-failures/, pytest tells the inputs; the code is then not 0.
 chaos: $(VENV)/.dev  ## kills, damage, mutated input and full disks, for MINUTES=10, from SEED=0

@@ -127,7 +127,7 @@ def test_step_that_cannot_be_timed_is_planned_and_the_plan_says_why(root, measur
 
 @pytest.mark.usefixtures("pair")
 def test_where_memory_is_told_the_plan_is_what_is_settled(root, measure):
-    cfg = make_searched_config(root, mesh__memory_gb=0.012)
+    cfg = make_searched_config(root, only="qwen", mesh__memory_gb=0.012)
     settled, placed = planner.resolve_auto(cfg)
     best = planner.make(cfg).chosen
     assert measure.asked, "the plan was made"

@@ -15,7 +15,9 @@ ESTIMATE = functools.partial(planner.make, estimate=True)
 
 @pytest.fixture(scope="module")
 def cfg(tmp_path_factory) -> Config:
-    return tiny.make_config(tmp_path_factory.mktemp("readers"), train__steps=600, mesh__placement="replicate")
+    return tiny.make_config(
+        tmp_path_factory.mktemp("readers"), only="qwen", train__steps=600, mesh__placement="replicate"
+    )
 
 
 @pytest.fixture(scope="module")
