@@ -16,7 +16,7 @@ from lw_jax.core.progress import phase
 from lw_jax.core.types import LossTerms, Task, Tree
 from lw_jax.data import corpus, documents, row_sources
 from lw_jax.data.corpus import Span, TextTokenizer
-from lw_jax.data.tokens import ByteTokenizer, Tokenizer, byte_backend, identify, load_tokenizer, wrap
+from lw_jax.data.tokens import ByteTokenizer, Tokenizer, byte_backend, load_tokenizer, wrap
 from lw_jax.data.windows import WarmupSchedule, Windows
 from lw_jax.evals import ngrams
 from lw_jax.hub import sources, weights
@@ -101,7 +101,7 @@ class TTT(Recipe):
         if stored != expected:
             raise UserError(f"config.ttt.source = {source!r} is {stored}, the configuration describes {expected}")
         theirs = load_tokenizer(location) if (location / "tokenizer.json").is_file() else None
-        if theirs and identify(theirs) != identify(self.reader_tokenizer()):
+        if theirs and theirs.backend.get_vocab() != self.reader_tokenizer().backend.get_vocab():
             raise UserError(
                 f"config.ttt.source = {source!r} was trained with another tokenizer than config.ttt.tokenizer = "
                 f"{self.cfg.ttt.tokenizer!r}; name the source's own"
