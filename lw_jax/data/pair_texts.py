@@ -43,7 +43,7 @@ class Writer:
         tokens = tokenizer.backend.convert_ids_to_tokens(list(tokenizer.stops))
         self.ends = {token: i for token, i in zip(tokens, tokenizer.stops, strict=True) if token}
         any_end = "|".join(map(re.escape, self.ends))
-        self.opening = re.compile(rf"(?:.*(?:{any_end}))(.+)\Z", re.DOTALL)  # what stands behind the last end
+        self.opening = re.compile(rf".*(?:{any_end})(.+)\Z", re.DOTALL)  # what stands behind the last end
         self.tail = re.compile(rf"({any_end})(?:\s|{any_end})*\Z")  # the first end with nothing but ends behind it
         self.begin = str(tokenizer.backend.bos_token or "")
         self.past = 0  # pairs of which the template leaves out earlier reasoning

@@ -42,8 +42,7 @@ class ValidationLoop:
 
     def describe_data(self) -> list[str]:
         """Reads the held-out data; returns lines about the first set. Raises UserError where it cannot be used."""
-        lines = [line for prefix, encoded in self._data if not prefix for line in encoded.describe()]
-        return [line if line.startswith(" ") else f"held-out data: {line}" for line in lines]
+        return ["held-out data: " + "\n".join(encoded.describe()) for prefix, encoded in self._data if not prefix]
 
     def describe(self, values: dict[str, float]) -> str:
         """Returns the metrics for the progress line: of further data sets the NLL only, the log files have the rest."""

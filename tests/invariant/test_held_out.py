@@ -1,6 +1,7 @@
 """Validation comes after the save, fits itself into memory, and is made up where it is missing: it costs no step."""
 
 import contextlib
+import functools
 import json
 import signal
 import types
@@ -198,12 +199,24 @@ def test_held_out_data_is_read_before_weights_and_what_is_left_of_it_is_told(
     assert match or "held-out data: 1 of 2 questions" in capsys.readouterr().out
 
 
+class Widths:
+    """A loader of batches so wide."""
+
+    def __init__(self, widths):
+        self._widths, self.state = iter(widths), dict
+
+    def __next__(self):
+        return next(self._widths)
+
+
 def test_compiling_for_further_shapes_is_no_step_s_time():
     stopped: list[int] = []
     clock = types.SimpleNamespace(paused=lambda: stopped.append(number) or contextlib.nullcontext())
-    reporter = types.SimpleNamespace(clock=clock, compiling=lambda step: contextlib.nullcontext())
-    run = types.SimpleNamespace(_compiled=set(), state={}, reporter=reporter)
-    for number, width in enumerate((3, 3, 5, 5, 3, 4), start=1):  # noqa: B007
-        with trainer.Run._timing(run, number, {"ids": np.zeros((2, width))}, first=number == 1):
-            pass
+    run = types.SimpleNamespace(_compiled=set(), state={}, accumulation=1, _report_pending=lambda: None)
+    run.reporter = types.SimpleNamespace(clock=clock, compiling=lambda step: contextlib.nullcontext())
+    run.step_spec = types.SimpleNamespace(put=lambda width, _: {"ids": np.zeros((2, width))}, step=lambda *_: ({}, {}))
+    run._timing = functools.partial(trainer.Run._timing, run)
+    session = types.SimpleNamespace(loader=Widths((3, 3, 5, 5, 3, 4)), first=0, frozen={})
+    for number in range(1, 7):
+        trainer.Run._step(run, number, session)
     assert stopped == [3, 6]

@@ -1,3 +1,4 @@
+import functools
 import json
 import types
 
@@ -210,11 +211,13 @@ def sentencepiece(tmp_path):
 def test_new_text_keeps_the_blank_before_its_first_word(sentencepiece, gguf):
     assert sentencepiece.adds_blank and not gguf.adds_blank
     for tokenizer in (sentencepiece, gguf):
-        lm = types.SimpleNamespace(tokenizer=tokenizer)
-        whole = np.array(tokenizer.encode("the cat a dog"))
-        for place in range(1, len(whole)):
-            new = LM._text_behind(lm, whole[:place], whole[place:])
-            assert tokenizer.decode(whole[:place]) + new == "the cat a dog"
+        whole = tokenizer.encode("the cat a dog")
+        lm = types.SimpleNamespace(tokenizer=tokenizer, _check_positions=lambda _: None)
+        lm._text_behind = functools.partial(LM._text_behind, lm)
+        for prompt in ("the", "the cat", "the cat a"):
+            new = whole[len(tokenizer.encode(prompt)) :]
+            lm._continue_all = lambda *_, new=new: np.array([[*new, -1]])
+            assert prompt + LM.generate(lm, [prompt])[0] == "the cat a dog"
     assert sentencepiece.decode(sentencepiece.encode("a dog")) == "a dog", "alone, as nothing stands before it"
 
 
