@@ -15,6 +15,7 @@ from lw_jax.hub import sources
 from lw_jax.planning import gpus, hardware, planner
 from lw_jax.recipes import selfmade
 from lw_jax.recipes.cache_wire import CacheWire
+from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import hardware_record, preflight, run_folder, sinks
 from lw_jax.training.checkpoint import Checkpointer
 from lw_jax.training.memory import bytes_of
@@ -66,7 +67,7 @@ def _describe_models(cfg: Config, recipe: Recipe) -> Iterator[str]:
     frozen = recipe.abstract().frozen
     for name, llm in cfg.llms.items():
         yield f"{name}: {llm.source}, frozen, {bytes_of(tree.nbytes(frozen[name]))} ({llm.weights})"
-    if cfg.recipe == "latentwire" and cfg.encoder.kind != "cache":
+    if isinstance(recipe, LatentWire):
         body = cfg.encoder.source or "from scratch"
         yield f"encoder: {body}; a message has at most {cfg.encoder.slots} latents of {cfg.encoder.width} values"
 

@@ -10,12 +10,14 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from lw_jax import recipes
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.validation import MADE
 from lw_jax.data import examples, pairs, row_sources
 from lw_jax.planning import plan_tables
 from lw_jax.planning.plans import StepCandidate, StepPlan
+from lw_jax.recipes.latentwire import LatentWire
 
 Estimate = Callable[[Config, str], StepPlan]  # (configuration, target) -> its plan by arithmetic
 
@@ -96,7 +98,7 @@ def changes(
     if first != micro:
         costs.append(Change(f"batch a GPU {first} -> {micro}", replan(**{"train.micro_batch": first}), planned))
     slots = cfg.encoder.slots
-    if _has_latents(cfg) and 2 * slots <= cfg.encoder.window:
+    if recipes.kind_of(cfg) is LatentWire and 2 * slots <= cfg.encoder.window:
         costs.append(Change(f"latents {slots} -> {2 * slots}", planned, replan(**{"encoder.slots": 2 * slots})))
     steps = cfg.train.steps
     return [*costs, Change(f"steps {steps} -> {2 * steps} (epochs)", planned, replan(**{"train.steps": 2 * steps}))]
@@ -107,11 +109,9 @@ def _job(cfg: Config, size: int | None) -> str:
     line = f"{cfg.train.steps} steps x {cfg.train.global_batch} = {samples:,} samples"
     unknown = "not counted in tokens" if cfg.recipe == "ttt" else "not known: the data is not on this machine"
     line += f" = {samples / size:.1f} epochs of {size:,}" if size else f", epochs {unknown}"
-    return line + (f"; {cfg.encoder.slots} latents x {cfg.encoder.width} a text" if _has_latents(cfg) else "")
-
-
-def _has_latents(cfg: Config) -> bool:
-    return cfg.recipe == "latentwire" and cfg.encoder.kind != "cache"
+    if recipes.kind_of(cfg) is LatentWire:
+        line += f"; {cfg.encoder.slots} latents x {cfg.encoder.width} a text"
+    return line
 
 
 def _cost(plan: StepPlan, best: StepCandidate, first: StepPlan, size: int | None) -> tuple[str, ...]:

@@ -237,8 +237,8 @@ def test_a_cut_text_of_a_bert_encoder_keeps_its_last_mark(tmp_path):
 
 @pytest.mark.parametrize("row", ["text", "context"])
 def test_a_prompt_without_room_for_its_text_is_dropped(row):
-    bare = batches.encode([CARDS[0]], layout=layout(), rows=("none",)).readers.values()
-    for limit in (40, min(len(fields["none"].ids[0]) for fields in bare)):
+    bare = batches.encode([dataclasses.replace(CARDS[0], context="")], layout=layout(), rows=("text",)).readers.values()
+    for limit in (40, max(len(fields["text"].ids[0]) for fields in bare)):
         with pytest.raises(UserError, match="none of 1 examples"):
             batches.encode([CARDS[0]], layout=layout(context_tokens=limit, overlong="cut"), rows=(row,))
 
