@@ -39,8 +39,7 @@ class DPO(Recipe):
     reader_bytes = staticmethod(frozen_models.reader_bytes)
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
-        """Locates the model files; an `outline` needs none: it has shapes and the loss, but cannot load."""
-        self.cfg, self.placement, self.outline = cfg, placed, outline
+        super().__init__(cfg, placed, outline=outline)
         ((self.name, self.llm),) = cfg.llms.items()
         spec = cfg.lora
         self.lora = lora.make(rank=spec.rank, dropout=spec.dropout, targets=spec.targets)

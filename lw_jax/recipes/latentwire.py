@@ -25,6 +25,7 @@ from lw_jax.recipes.curriculum import Curriculum, encoder_rates, longest_passage
 from lw_jax.recipes.frozen_outputs import Teacher
 from lw_jax.recipes.surprisal import Surprisal
 from lw_jax.recipes.wire_readers import WireReaders
+from lw_jax.training import step_costs
 from lw_jax.training.optimizers import Rates
 from lw_jax.training.recipe import Weights
 from sharding import place, placement, rules, tables
@@ -86,11 +87,14 @@ class LatentWire(WireReaders):
 
     @functools.cached_property
     def _abstract(self) -> Weights:
-        body, spec = None, self.wire.encoder  # traced once: the planner asks some hundred times
+        body, spec = None, self.wire.encoder
         if spec.body and spec.pairs is None:
             body = frozen_models.BODIES[self.cfg.encoder.kind].abstract(spec.body)
         sizes = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.wire.readers}
-        trainable = jax.eval_shape(self._init, rngs.abstract(), body, sizes)
+        arguments = rngs.abstract(), body, sizes
+        models = spec, {name: reader.config for name, reader in self.wire.readers.items()}
+        trace = functools.partial(jax.eval_shape, self._init, *arguments)
+        trainable = step_costs.once(self, "", "abstract", (models, arguments), trace)
         frozen = self._abstract_readers()
         if spec.pairs is not None and isinstance(spec.body, DecoderConfig):
             frozen[SHARED] = frozen_models.abstract_body(spec.body, spec.precision)

@@ -183,13 +183,13 @@ class SelfmadeReader(Recipe):
     def __init__(self, cfg: Config, mesh: Mesh, *, source: str):
         kind = FAMILIES[family(source)]
         self.family = family(source)
-        self.placement = placement.one_mesh(mesh, ["reader"])
         limits = dict.fromkeys(("context_tokens", "question_tokens", "answer_tokens"), POSITIONS)
         data = config.Data(
             train=style(cfg), validation=style(cfg), cards=CARDS, facts=cfg.data.facts, overlong="drop", **limits
         )
         # One reader whatever the run's seed, limits, packing and arithmetic: the folder's name knows nothing of them.
-        self.cfg = dataclasses.replace(cfg, seed=0, compute=config.Compute(), data=data)
+        own = dataclasses.replace(cfg, seed=0, compute=config.Compute(), data=data)
+        super().__init__(own, placement.one_mesh(mesh, ["reader"]))
         self.config = decoder_config(cfg, source)
         self.folder = folder(cfg, source)
         self.examples = examples.load(self.cfg.data, "train", seed=self.cfg.seed)

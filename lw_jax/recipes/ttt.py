@@ -39,7 +39,7 @@ class TTT(Recipe):
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
         """Describes the model; an `outline` needs no text and, where ttt.vocab is set, no tokenizer."""
-        self.cfg, self.placement, self.outline = cfg, placed, outline
+        super().__init__(cfg, placed, outline=outline)
         self.model = _model(cfg, self._vocab())
 
     @staticmethod

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import jax
 
-from lw_jax.core.config import Config
 from lw_jax.core.types import SHARED, Example, LossTerms, Tree
 from lw_jax.data import examples, prompt_tokens, tokens
 from lw_jax.data.batches import Encoded
@@ -22,7 +21,6 @@ from lw_jax.recipes import frozen_models
 from lw_jax.recipes.curriculum import Curriculum
 from lw_jax.training.recipe import Finding, Recipe
 from sharding import shards
-from sharding.placement import Placement
 
 
 class WireReaders(Recipe):
@@ -33,10 +31,6 @@ class WireReaders(Recipe):
     layout: prompt_tokens.Layout
     curriculum: Curriculum
     reader_bytes = staticmethod(frozen_models.reader_bytes)
-
-    def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
-        """Locates the model files; an `outline` needs none: it has shapes and the loss, but cannot load."""
-        self.cfg, self.placement, self.outline = cfg, placed, outline
 
     @functools.cached_property
     def locations(self) -> dict[str, Path]:

@@ -11,6 +11,8 @@ from typing import Literal
 
 import jax
 
+from lw_jax.core import config
+from lw_jax.core.config import Config
 from lw_jax.core.types import LossTerms, Tree
 from lw_jax.data.data_schedule import DataSchedule, Stream
 from lw_jax.training.optimizers import Rates
@@ -42,15 +44,24 @@ class Finding:
 class Recipe:
     """Model, data and loss of a run, for one configuration and one placement.
 
-    Of a run without steps the start is the result (encoder.kind "cache").
+    Of a run without steps the start is the result (encoder.kind "cache"). An `outline` has shapes and the loss; it
+    loads nothing, and no model need be on this machine.
     """
 
-    placement: Placement
     rates: Rates = ((".*", 1.0),)  # learning rate multipliers by path of the trainable tree
     decays_all = False  # weight decay reaches norms, biases, gains and embeddings too
     has_alarm = False  # `collapse` judges its validations
     splits_computation = True  # over a model axis, as its readers' weights; False: estimates have a device do all of it
     has_branches = False  # the loss is `share` and a `branch` per reader, so that readers can be on other devices
+
+    def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
+        self.cfg, self.placement, self.outline = cfg, placed, outline
+
+    @functools.cached_property
+    def shape_key(self) -> str:
+        """Returns what shapes and the costs of one device follow from: recipes of other meshes share them."""
+        kept = config.shape(self.cfg).items()
+        return repr([item for item in kept if not item[0].startswith(("mesh.", "train."))])
 
     @property
     def unit(self) -> tuple[str, int]:

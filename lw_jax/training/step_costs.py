@@ -5,9 +5,7 @@ from typing import Any
 
 import jax
 
-from lw_jax.core import config
 from lw_jax.core import rng as rngs
-from lw_jax.core.config import Config
 from lw_jax.core.types import SHARED, LossTerms, Tree
 from lw_jax.training import train_step
 from lw_jax.training.recipe import Recipe
@@ -21,7 +19,7 @@ _traced: dict[tuple[str, ...], Any] = {}
 def on_one_device(step_spec: StepSpec) -> Recipe:
     make: Any = type(step_spec.recipe)
     placed = step_spec.placement.on_one_device(whole=not step_spec.recipe.splits_computation)
-    key = (_shape(step_spec.cfg), repr(placed))
+    key = (step_spec.recipe.shape_key, repr(placed))
     if key not in _traced:
         _traced[key] = make(step_spec.cfg, placed, outline=True)
     return _traced[key]
@@ -90,14 +88,10 @@ def _pull(recipe: Recipe, trainable: Tree, source: Tree, rng: Any, frozen: Tree)
 def once(recipe: Any, name: str, way: str, shapes: Tree, compute: Callable[[], Any]) -> Any:
     """Returns what `compute` does of a reader ("": of what they share) in this way, for equal shapes computed once."""
     parts = str(recipe.placement.readers[name].parts) if name else ""
-    key = (_shape(recipe.cfg), recipe.placement.platform, name, way, parts, repr(shapes))
+    key = (recipe.shape_key, recipe.placement.platform, name, way, parts, repr(shapes))
     if key not in _traced:
         _traced[key] = compute()
     return _traced[key]
-
-
-def _shape(cfg: Config) -> str:
-    return repr([item for item in config.shape(cfg).items() if not item[0].startswith(("mesh.", "train."))])
 
 
 def _batch(widths: Tree, rows: int) -> Tree:
