@@ -20,7 +20,7 @@ from lw_jax.data.row_fields import Fields
 Split = Literal["train", "validation"]
 
 _log = logging.getLogger(__name__)
-VALIDATION_CARDS = 256  # made; data.validation_limit takes fewer
+VALIDATION_CARDS = 256  # made, or data.validation_limit if that is more
 _FORMATS = (
     'SQuAD JSON, HotpotQA JSON, or rows {"context": ..., "question": ..., "answers": [...]} (JSON, parquet, the hub), '
     'in place of answers also "answer": "..."'
@@ -94,7 +94,7 @@ def load(data: config.Data, split: Split, *, seed: int) -> list[Example]:
     source, limit = (data.train, 0) if train else (data.validation, data.validation_limit)
     if source not in question_cards.STYLES:
         return read(source, limit=limit, split=split, columns=data.columns)
-    count = data.cards if train else VALIDATION_CARDS
+    count = data.cards if train else max(VALIDATION_CARDS, limit)
     every = train and data.packed_tokens > 0
     examples = question_cards.make(count, facts=data.facts, seed=seed, split=split, style=source, every=every)
     return [examples[i] for i in spread(len(examples), limit)]

@@ -15,6 +15,7 @@ from lw_jax.evals import answers
 from lw_jax.evals.comparison import Record, Row
 from lw_jax.evals.control_rows import Measured, WireSession
 from lw_jax.evals.statistics import Bootstrap
+from lw_jax.evals.verdict import format_interval
 
 
 def pick(
@@ -65,9 +66,8 @@ def pick(
 def format_figures(found: dict[str, Any]) -> str:
     alone = ", ".join(f"{name} {figures['f1']:.3f}" for name, figures in found["readers"].items())
     joint, oracle = found["joint"], found["oracle"]
-    low, high = joint["f1_interval"]
     return (
-        f"joint pick: f1 {joint['f1']:.3f} ({low:.3f}..{high:.3f}), em {joint['em']:.3f}; oracle f1 "
+        f"joint pick: f1 {joint['f1']:.3f} ({format_interval(joint['f1_interval'])}), em {joint['em']:.3f}; oracle f1 "
         f"{oracle['f1']:.3f}; alone {alone}; agreement {found['agreement']:.3f}"
     )
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
 from lw_jax.evals.comparison import Record
 
@@ -17,7 +18,10 @@ class RecordLog:
     """
 
     def __init__(self, path: Path | None = None, key: str = ""):
-        """Reads the records of the same key; without a path they are in memory alone."""
+        """Reads the records of the same key; without a path they are in memory alone.
+
+        Raises UserError for a line that is no record.
+        """
         self._path, self._records = path, dict[Name, Record]()
         self.dropped = 0  # records of another key
         if path is None:
@@ -27,7 +31,12 @@ class RecordLog:
         head = json.dumps({"key": key})
         resumed = lines[1:] if lines[:1] == [head] else []
         self.dropped = max(0, len(lines) - 1 - len(resumed))
-        self._keep([json.loads(line) for line in resumed])
+        try:
+            self._keep([json.loads(line) for line in resumed])
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(
+                f"{path}: a line is no record ({error}); remove the file: the evaluation begins anew"
+            ) from error
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, "".join(f"{line}\n" for line in (head, *resumed)))
 

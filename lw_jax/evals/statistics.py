@@ -40,7 +40,7 @@ class Bootstrap:
     """Resamples of examples by their texts; the same seed draws the same ones.
 
     A text is drawn with all of its questions, since their answers stand or fall together. Questions of a single text
-    are drawn one by one: an interval is then that of further questions of this text.
+    are drawn one by one: an interval is then that of further questions of this text. One example has no interval.
     """
 
     def __init__(self, texts: Sequence[Hashable], *, seed: int, resamples: int = RESAMPLES):
@@ -51,6 +51,8 @@ class Bootstrap:
         # How often each resample drew each text: drawing n indices with replacement is this multinomial.
         counts = np.random.default_rng(seed).multinomial(drawn, np.full(drawn, 1 / drawn), size=resamples)
         self.counts = counts[:, groups].astype(np.float64)  # [resamples, examples]
+        if drawn == 1:
+            self.counts[:] = np.nan  # all resamples of one example are it: nothing is known of others
 
     def mean(self, values: np.ndarray) -> Estimate:
         """Returns the mean of one value per example [n]."""

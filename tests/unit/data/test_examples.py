@@ -138,6 +138,11 @@ def test_load_takes_source_and_limit_of_the_split(tmp_path, hub):
     assert [request[2] for request in asked] == ["train", "validation"]
 
 
+def test_of_made_data_as_many_are_held_out_as_are_asked_for():
+    some, more = (examples.load(data_config(validation_limit=limit), "validation", seed=0) for limit in (0, 300))
+    assert (len(some), len(more)) == (256, 300) and more[:256] == some
+
+
 def test_several_sources_follow_each_other(tmp_path):
     one, two = (write(tmp_path / name, json.dumps(row)) for name, row in (("1.jsonl", ROWS[0]), ("2.jsonl", ROWS[1])))
     odd = write(tmp_path / "a,b.jsonl", json.dumps(ROWS[0]))

@@ -2,6 +2,9 @@
 
 import math
 
+import pytest
+
+from lw_jax.core.errors import UserError
 from lw_jax.evals.record_log import RecordLog
 
 FIRST, SECOND = ({"reader": "llama", "row": "text", "index": index, "nll": math.nan} for index in (0, 1))
@@ -27,3 +30,13 @@ def test_a_line_that_was_cut_is_left_out(tmp_path):
     path.write_text(path.read_text("utf-8")[:-9], "utf-8")
     RecordLog(path, "a").add([{**SECOND, "nll": 1.0}])
     assert RecordLog(path, "a").read(["llama"], ["text"], [1])[0]["nll"] == 1.0
+
+
+@pytest.mark.parametrize("line", ['{"reader": ', '{"reader": "llama"}', "[1]"])
+def test_a_line_that_is_no_record_is_refused_with_its_file(line, tmp_path):
+    path = tmp_path / "log.jsonl"
+    RecordLog(path, "a").add([FIRST])
+    path.write_text(f"{path.read_text('utf-8')}{line}\n", "utf-8")
+    with pytest.raises(UserError, match=r"log\.jsonl.*remove the file"):
+        RecordLog(path, "a")
+    assert path.read_text("utf-8").endswith(f"{line}\n"), "it stays as it was"

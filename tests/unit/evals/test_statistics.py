@@ -25,6 +25,12 @@ def test_a_ratio_resamples_values_and_weights_together():
     assert low == pytest.approx(2, abs=ROUNDING) and high == pytest.approx(2, abs=ROUNDING)
 
 
+def test_one_example_has_a_value_and_no_interval():
+    one = Bootstrap(["a"], resamples=RESAMPLES, seed=0).mean(np.array([3.0]))
+    assert one.value == 3.0 and one.interval() is None
+    assert one.over(one).value == 1.0 and one.over(one).interval() is None
+
+
 def test_questions_of_a_text_are_drawn_together():
     counts = Bootstrap(["a", "b", "a", "c", "b", "a"], resamples=RESAMPLES, seed=0).counts
     assert (counts[:, 0] == counts[:, 2]).all() and (counts[:, 0] == counts[:, 5]).all()
