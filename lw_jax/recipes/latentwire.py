@@ -120,8 +120,9 @@ class LatentWire(WireReaders):
         if self.body_location and self.wire.encoder.body and self.wire.encoder.pairs is None:
             body = frozen_models.BODIES[self.cfg.encoder.kind].load(self.body_location, self.wire.encoder.body.layers)
         key = rngs.stream(self.cfg.seed, "trainable")
-        init = jax.jit(self._init, out_shardings=placed.trainable)
-        trainable = init(key, body, place.replicate(self._embedding_sizes(readers), self.placement.learner))
+        sizes = jax.device_get(place.replicate(self._embedding_sizes(readers), self.placement.learner))
+        # On one device, as every placement has it whole: one program for all of them.
+        trainable = jax.device_put(jax.jit(self._init)(key, body, sizes), placed.trainable)
         for start in self._starts():
             trainable = jax.device_put(start(trainable, readers), placed.trainable)
         return Weights(trainable, readers)

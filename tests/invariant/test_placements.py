@@ -24,8 +24,7 @@ PLACED = {
     "data 2 x tensor 2, logits of a row of each at once": {"devices": 4, "model": 2, "compute__logits_chunk": 1},
     # A batch of 8 filled up with rows of weight zero.
     "replicate 3 accumulate 2": {"devices": 3, "train__micro_batch": 2},
-    "replicate 5": {"devices": 5},
-    "replicate 7": {"devices": 7},
+    "replicate 7, three of them with filling alone": {"devices": 7},
     "data 3 x tensor 2": {"devices": 6, "model": 2, "strategy": "tensor"},
     "hybrid3 accumulate 3": {"devices": 3, "strategy": "hybrid3", "train__micro_batch": 3},
     "split 8 over pairs": {"devices": 8, "strategy": "split", "model": 2},
