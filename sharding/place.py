@@ -11,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.errors import PlacementError
 from sharding.placement import Placement
-from sharding.rules import path_of
 
 ROW_COST = 5  # of a row, where a micro-batch beside its rows costs 1 (kernels' starts, weights read again): assumed
 
@@ -73,14 +72,8 @@ class Cut:
 def cut(*, global_batch: int, micro_batch: int, data_axis: int) -> Cut:
     """Returns the cut with the least accumulation and micro-batches of at most `micro_batch` rows of one device.
 
-    0 takes the device's whole share. Raises PlacementError where some device would have no example, or a number is
-    below its least.
+    0 takes the device's whole share. Raises PlacementError where some device would have no example.
     """
-    if global_batch < 1 or micro_batch < 0 or data_axis < 1:
-        raise PlacementError(
-            f"global_batch={global_batch} micro_batch={micro_batch} data={data_axis}: the global batch and the data "
-            "axis are at least 1, the micro-batch at least 0 (0: the whole share)"
-        )
     if global_batch < data_axis:
         raise PlacementError(
             f"train.global_batch={global_batch} on mesh data={data_axis}: some devices would have no example; use "
@@ -118,16 +111,8 @@ def put_batch(batch: Any, mesh: Mesh, *, accumulation: int) -> Any:
     micro-batch i. The micro-batch of an example depends on the number of processes; the global batch, and every sum
     over the step, does not.
     """
-
-    def cut(key_path: Any, leaf: np.ndarray) -> np.ndarray:
-        if leaf.shape[0] % accumulation:
-            raise PlacementError(
-                f"batch/{path_of(key_path)} {leaf.shape}: {leaf.shape[0]} examples do not divide into "
-                f"{accumulation} micro-batches; derive both with sharding.place.cut"
-            )
-        return leaf.reshape(accumulation, leaf.shape[0] // accumulation, *leaf.shape[1:])
-
-    return _put(jax.tree_util.tree_map_with_path(cut, batch), mesh, dim=1)
+    cut = jax.tree.map(lambda leaf: leaf.reshape(accumulation, -1, *leaf.shape[1:]), batch)
+    return _put(cut, mesh, dim=1)
 
 
 def put_eval(batch: Any, mesh: Mesh) -> Any:
@@ -196,13 +181,8 @@ def _put(batch: Any, mesh: Mesh, *, dim: int) -> Any:
     sharding = NamedSharding(mesh, PartitionSpec(*([None] * dim), "data"))
     count = processes(mesh)
 
-    def put(key_path: Any, leaf: np.ndarray) -> jax.Array:
+    def put(leaf: np.ndarray) -> jax.Array:
         shape = (*leaf.shape[:dim], leaf.shape[dim] * count, *leaf.shape[dim + 1 :])
-        if shape[dim] % mesh.shape["data"]:
-            raise PlacementError(
-                f"batch/{path_of(key_path)} {leaf.shape}: {shape[dim]} examples do not divide over mesh axis "
-                f"data={mesh.shape['data']}; choose a batch that is a multiple of it"
-            )
         return jax.make_array_from_process_local_data(sharding, leaf, shape)
 
-    return jax.tree_util.tree_map_with_path(put, batch)
+    return jax.tree.map(put, batch)

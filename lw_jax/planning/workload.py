@@ -62,13 +62,6 @@ def prompts(recipe: LatentWire, name: str, rows: int = 0) -> PromptShapes:
     )
 
 
-def single_prompts(recipe: LatentWire, name: str) -> dict[str, PromptShapes]:
-    """Returns one question's prompt of the longest text and one of a message, one for each part of the data axis."""
-    rows = recipe.placement.data
-    text = text_prompts(recipe, name, rows, recipe.cfg.data.context_tokens)
-    return {"text": text, "message": prompts(recipe, name, rows)}
-
-
 def text_prompts(recipe: LatentWire, name: str, rows: int, length: int) -> PromptShapes:
     """Returns prompts of so many positions, all of them embeddings, as shapes."""
     mesh, table = recipe.placement.readers[name].mesh, recipe.abstract().frozen[name]["embed"]
