@@ -45,11 +45,6 @@ class Cut:
         below = self.global_batch // unit * unit
         return [size for size in (below, below + unit) if size]
 
-    def __str__(self) -> str:
-        """Returns "64 = 22 x 3 x 1 - 2": micro-batch, data axis, accumulation, and the filling."""
-        filling = f" - {self.filling}" if self.filling else ""
-        return f"{self.global_batch} = {self.micro_batch} x {self.data_axis} x {self.accumulation}{filling}"
-
     @property
     def full_micro_batches(self) -> list[int]:
         """Returns the nearest micro-batches without filling for this global batch; none where a share is uneven."""

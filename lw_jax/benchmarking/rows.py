@@ -5,12 +5,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from lw_jax import recipes
 from lw_jax.benchmarking.timing import Ceilings, Spread
 from lw_jax.core.config import Config
-from lw_jax.core.types import Tree
+from lw_jax.core.types import SHARED, Tree
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.models.wire import Prompt
 from lw_jax.planning import plan_tables, workload
@@ -62,13 +60,9 @@ class Benchmark:
     def encode(self) -> list[Row]:
         """Writes a batch of texts that fill the encoder's window."""
         spec, texts = self.cfg.encoder, workload.texts(self.recipe)
-        encode = WireFunctions(self.recipe.wire, self.placement).encode
-
-        def write(weights: tuple[Tree, Tree], texts: Tree) -> jax.Array:
-            trainable, body = weights
-            return encode(trainable, texts, body)
-
-        (costs,) = self.costs(workload.encoder(self.recipe), [(write, texts)])
+        encode, weights = WireFunctions(self.recipe.wire, self.placement).encode, self.recipe.placed()
+        both = {"trainable": weights.trainable, "body": weights.frozen.get(SHARED)}
+        (costs,) = self.costs(both, [(lambda both, texts: encode(source=texts, **both), texts)])
         (batch, tokens), median, work = texts["ids"].shape, _typical(costs), workload.encode_flops(self.recipe)
         return [
             Row(
@@ -96,7 +90,7 @@ class Benchmark:
         def read(params: Tree, prompt: Tree) -> Tree:
             return begin(params, Prompt(*prompt), name, 1)
 
-        costs = self.costs(workload.reader(self.recipe, name), [(read, text), (read, message)])
+        costs = self.costs(self.recipe.placed().frozen[name], [(read, text), (read, message)])
         slower = f"; the text takes {_typical(costs[0]) / _typical(costs[1]):.2f} x as long"
         return [
             Row("prefill", name, f"1 text in {_describe(text)}", **costs[0]),
@@ -108,7 +102,7 @@ class Benchmark:
         return [self._answer(name) for name in self.placement.readers]
 
     def _answer(self, name: str) -> Row:
-        prompts, params = workload.prompts(self.recipe, name), workload.reader(self.recipe, name)
+        prompts, params = workload.prompts(self.recipe, name), self.recipe.placed().frozen[name]
         tokens, model = self.cfg.eval.max_new_tokens, self.recipe.wire.readers[name].config
         generate = WireFunctions(self.recipe.wire, self.placement).generate
 

@@ -143,10 +143,8 @@ def _measure(cfg: Config, placed: Placement, on: Hardware, speed: Speed | None) 
     """Returns what the start needs on a placement; nothing is compiled where the weights alone are too large."""
     resolved = config.with_remat(cfg, "none")
     recipe, room = CacheWire(resolved, placed, outline=True), on.limit
-    frozen, codes = recipe.abstract().frozen, recipe.abstract().trainable["codes"]
-    weights = {
-        name: place.device_bytes(place.place_shapes(frozen[name], recipe.shardings().frozen[name])) for name in frozen
-    }
+    weights = {name: place.device_bytes(params) for name, params in recipe.placed().frozen.items()}
+    codes = recipe.abstract().trainable["codes"]
     together: dict[Any, int] = {}
     for name, component in placed.readers.items():
         together[component.mesh] = together.get(component.mesh, 0) + weights[name] + place.device_bytes(codes[name])
@@ -239,8 +237,7 @@ def _programs(recipe: CacheWire, name: str, rows: int, tokens: int) -> dict[str,
     """Returns what reads a batch of texts twice, and what writes it, with the shapes of their arguments."""
     functions, mesh = CacheFunctions(recipe.wire, recipe.placement), recipe.placement.readers[name].mesh
     model, replicated = recipe.wire.readers[name].config, place.whole(mesh)
-    params = place.place_shapes(recipe.abstract().frozen[name], recipe.shardings().frozen[name])
-    shapes = recipe.abstract().trainable["codes"][name]
+    params, shapes = recipe.placed().frozen[name], recipe.abstract().trainable["codes"][name]
     code = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), shapes)
 
     def field(rows: int, tokens: int, sharding: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:

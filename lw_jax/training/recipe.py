@@ -16,6 +16,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.types import LossTerms, Tree
 from lw_jax.data.data_schedule import DataSchedule, Stream
 from lw_jax.training.optimizers import Rates
+from sharding import place
 from sharding.placement import Placement
 
 
@@ -75,6 +76,12 @@ class Recipe:
     def shardings(self) -> Weights:
         """Returns both trees as NamedShardings, each component on its mesh."""
         return self._shardings
+
+    def placed(self) -> Weights:
+        """Returns both trees as ShapeDtypeStructs with their shardings."""
+        shapes, shardings = self.abstract(), self.shardings()
+        trainable = place.place_shapes(shapes.trainable, shardings.trainable)
+        return Weights(trainable, place.place_shapes(shapes.frozen, shardings.frozen))
 
     @functools.cached_property  # the planner asks some hundred times
     def _abstract(self) -> Weights:
