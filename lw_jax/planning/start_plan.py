@@ -22,7 +22,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.progress import phase
 from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.models import cache_code, kv_prefix
-from lw_jax.planning import hardware, host_memory, placement_search, plans
+from lw_jax.planning import hardware, host_memory, placement_search, plans, workload
 from lw_jax.planning.hardware import HOST_BYTES, Hardware
 from lw_jax.planning.plans import Candidate, Plan
 from lw_jax.planning.roofline import Speed
@@ -31,7 +31,7 @@ from lw_jax.recipes.cache_wire import CacheWire
 from lw_jax.recipes.wire_shapes import AGAIN, SHARED_PREFIX
 from lw_jax.training import memory_limit, step_costs
 from lw_jax.training.memory import Compile, bytes_of
-from lw_jax.training.traced_costs import trace
+from lw_jax.training.traced_costs import Costs, trace
 from sharding import place
 from sharding import placement as placements
 from sharding.placement import Placement
@@ -175,22 +175,25 @@ def _plan_reader(
     code, values = recipe.abstract().trainable["codes"][name], 2 * model.layers * model.kv_heads * model.head_dim
     # What a device computes: of a model over the model axis it reads its part, and codes all.
     local, whole = (CacheWire(cfg, placed.on_one_device(whole=whole), outline=True) for whole in (False, True))
-    token_bytes = values * jnp.dtype(local.abstract().frozen[name]["embed"].dtype).itemsize
-    token_bytes //= max(1, model.kv_heads // local.wire.readers[name].config.kv_heads)
+    dtype = local.abstract().frozen[name]["embed"].dtype
+    token_bytes = workload.cache_bytes(local.wire.readers[name].config, rows=1, slots=1, dtype=dtype)
 
-    def costs(part: CacheWire, rows: int, tokens: int) -> Iterator[Work]:
-        for way, (function, args) in _programs(part, name, rows, tokens).items():
-            found = step_costs.once(part, name, way, args, lambda call=function, args=args: trace(call, *args))
-            yield Work(found.peak, found.peak, found.flops, speed and speed.predict(found).total)
+    def cost(part: CacheWire, way: str, rows: int, tokens: int) -> Costs:
+        function, args = _programs(part, name, rows, tokens)[way]
+        return step_costs.once(part, name, way, args, lambda: trace(function, *args))
 
     def work(rows: int, tokens: int) -> dict[str, Work]:
-        read, _ = costs(local, rows, tokens)
-        read_whole, written = costs(whole, rows, tokens)
-        seconds = None
-        if written.seconds and read_whole.seconds and read.seconds:
-            seconds = written.seconds - read_whole.seconds + read.seconds
-        flops = written.flops - read_whole.flops + read.flops
-        return {READ: read, WRITE: dataclasses.replace(written, flops=flops, seconds=seconds)}
+        read, whole_read = cost(local, READ, rows, tokens), cost(whole, READ, rows, tokens)
+        written = cost(whole, WRITE, rows, tokens)
+        flops = written.flops - whole_read.flops + read.flops
+        read_seconds = write_seconds = None
+        if speed:
+            read_seconds = speed.predict(read).total
+            write_seconds = speed.predict(written).total - speed.predict(whole_read).total + read_seconds
+        return {
+            READ: Work(read.peak, read.peak, read.flops, read_seconds),
+            WRITE: Work(written.peak, written.peak, flops, write_seconds),
+        }
 
     batch, text = work(-(-rows // placed.data), tokens), work(1, TEXT)
     if compiles is not None:
