@@ -106,13 +106,13 @@ def put_batch(batch: Any, mesh: Mesh, *, accumulation: int) -> Any:
     micro-batch i. The micro-batch of an example depends on the number of processes; the global batch, and every sum
     over the step, does not.
     """
-    cut = jax.tree.map(lambda leaf: leaf.reshape(accumulation, -1, *leaf.shape[1:]), batch)
-    return _put(cut, mesh, dim=1)
+    cut = jax.tree.map(lambda leaf: leaf.reshape(accumulation, len(leaf) // accumulation, *leaf.shape[1:]), batch)
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec(None, "data")), cut)
 
 
 def put_eval(batch: Any, mesh: Mesh) -> Any:
     """Returns this process's [b ...] arrays as global [B ...] arrays, examples split over data."""
-    return _put(batch, mesh, dim=0)
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("data")), batch)
 
 
 def whole(mesh: Mesh) -> NamedSharding:
@@ -170,14 +170,3 @@ def device_bytes(tree: Any) -> int:
         return math.prod(shape) * leaf.dtype.itemsize
 
     return sum(size(leaf) for leaf in jax.tree.leaves(tree))
-
-
-def _put(batch: Any, mesh: Mesh, *, dim: int) -> Any:
-    sharding = NamedSharding(mesh, PartitionSpec(*([None] * dim), "data"))
-    count = processes(mesh)
-
-    def put(leaf: np.ndarray) -> jax.Array:
-        shape = (*leaf.shape[:dim], leaf.shape[dim] * count, *leaf.shape[dim + 1 :])
-        return jax.make_array_from_process_local_data(sharding, leaf, shape)
-
-    return jax.tree.map(put, batch)

@@ -135,13 +135,8 @@ def make(
         _scale_by(rows, table, phases),
         optax.scale_by_learning_rate(schedule(cfg, phases)),
     )
-
-    def update(updates: Tree, state: optax.OptState, params: Tree | None = None, **extra: Any):
-        # optax raises floats to integer step counts, which the strict promotion of our tests would refuse.
-        with jax.numpy_dtype_promotion("standard"):
-            return whole.update(updates, state, params, **extra)
-
-    return optax.GradientTransformation(whole.init, update)
+    # optax raises floats to integer step counts, which the strict promotion of our tests would refuse.
+    return optax.GradientTransformation(whole.init, jax.numpy_dtype_promotion("standard")(whole.update))
 
 
 def _in_phases(
