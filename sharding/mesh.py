@@ -15,13 +15,13 @@ Device = Any  # a jax.Device, which type checkers take for a variable
 
 
 def make(*, data: int = -1, model: int = 1, devices: Sequence[Device] | None = None) -> Mesh:
-    """Returns the mesh ("data", "model"), where -1 fills an axis with the devices that remain.
+    """Returns the mesh ("data", "model"), where data=-1 takes the devices that remain.
 
     An explicit data x model below the number of devices takes the first ones. Raises PlacementError
     with the legal sizes for everything that does not fit.
     """
     devices = list(jax.devices() if devices is None else devices)
-    data, model = fill(data, model, len(devices))
+    data = fill(data, model, len(devices))
     used = devices[: data * model]
     processes = len({device.process_index for device in devices})
     check_processes(len(devices), used=len(used), model=model, processes=processes)
@@ -30,20 +30,19 @@ def make(*, data: int = -1, model: int = 1, devices: Sequence[Device] | None = N
     return Mesh(np.asarray(used).reshape(data, model), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def fill(data: int, model: int, count: int) -> tuple[int, int]:
-    """Returns both axes with -1 filled in; raises PlacementError for sizes that `count` devices do not form."""
+def fill(data: int, model: int, count: int) -> int:
+    """Returns the data axis with -1 filled in; raises PlacementError for sizes that `count` devices do not form."""
     divisors = [n for n in range(1, count + 1) if count % n == 0]
     legal = ", ".join(f"data={count // n} model={n}" for n in divisors)
     request = f"mesh data={data} model={model} on {count} devices"
-    if count == 0 or min(data, model) < -1 or 0 in (data, model) or data == model == -1:
+    if data == 0:
         raise PlacementError(f"{request}: each axis is at least 1, and at most one is -1 (what remains); use {legal}")
-    known = model if data == -1 else data
-    if -1 in (data, model) and count % known:
-        raise PlacementError(f"{request}: {known} does not divide {count}; use {legal}, or name both axes for fewer")
-    data, model = (count // known if size == -1 else size for size in (data, model))
+    if data == -1 and count % model:
+        raise PlacementError(f"{request}: {model} does not divide {count}; use {legal}, or name both axes for fewer")
+    data = count // model if data == -1 else data
     if data * model > count:
         raise PlacementError(f"{request}: it needs {data * model} devices; use {legal}")
-    return data, model
+    return data
 
 
 def check_processes(count: int, *, used: int, model: int, processes: int) -> None:

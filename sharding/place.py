@@ -11,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.errors import PlacementError
 from sharding.placement import Placement
-from sharding.rules import path_of
 
 ROW_COST = 5  # of a row, where a micro-batch beside its rows costs 1 (kernels' starts, weights read again): assumed
 
@@ -46,11 +45,6 @@ class Cut:
         below = self.global_batch // unit * unit
         return [size for size in (below, below + unit) if size]
 
-    def __str__(self) -> str:
-        """Returns "64 = 22 x 3 x 1 - 2": micro-batch, data axis, accumulation, and the filling."""
-        filling = f" - {self.filling}" if self.filling else ""
-        return f"{self.global_batch} = {self.micro_batch} x {self.data_axis} x {self.accumulation}{filling}"
-
     @property
     def full_micro_batches(self) -> list[int]:
         """Returns the nearest micro-batches without filling for this global batch; none where a share is uneven."""
@@ -73,14 +67,8 @@ class Cut:
 def cut(*, global_batch: int, micro_batch: int, data_axis: int) -> Cut:
     """Returns the cut with the least accumulation and micro-batches of at most `micro_batch` rows of one device.
 
-    0 takes the device's whole share. Raises PlacementError where some device would have no example, or a number is
-    below its least.
+    0 takes the device's whole share. Raises PlacementError where some device would have no example.
     """
-    if global_batch < 1 or micro_batch < 0 or data_axis < 1:
-        raise PlacementError(
-            f"global_batch={global_batch} micro_batch={micro_batch} data={data_axis}: the global batch and the data "
-            "axis are at least 1, the micro-batch at least 0 (0: the whole share)"
-        )
     if global_batch < data_axis:
         raise PlacementError(
             f"train.global_batch={global_batch} on mesh data={data_axis}: some devices would have no example; use "
@@ -118,21 +106,13 @@ def put_batch(batch: Any, mesh: Mesh, *, accumulation: int) -> Any:
     micro-batch i. The micro-batch of an example depends on the number of processes; the global batch, and every sum
     over the step, does not.
     """
-
-    def cut(key_path: Any, leaf: np.ndarray) -> np.ndarray:
-        if leaf.shape[0] % accumulation:
-            raise PlacementError(
-                f"batch/{path_of(key_path)} {leaf.shape}: {leaf.shape[0]} examples do not divide into "
-                f"{accumulation} micro-batches; derive both with sharding.place.cut"
-            )
-        return leaf.reshape(accumulation, leaf.shape[0] // accumulation, *leaf.shape[1:])
-
-    return _put(jax.tree_util.tree_map_with_path(cut, batch), mesh, dim=1)
+    cut = jax.tree.map(lambda leaf: leaf.reshape(accumulation, len(leaf) // accumulation, *leaf.shape[1:]), batch)
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec(None, "data")), cut)
 
 
 def put_eval(batch: Any, mesh: Mesh) -> Any:
     """Returns this process's [b ...] arrays as global [B ...] arrays, examples split over data."""
-    return _put(batch, mesh, dim=0)
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("data")), batch)
 
 
 def whole(mesh: Mesh) -> NamedSharding:
@@ -190,19 +170,3 @@ def device_bytes(tree: Any) -> int:
         return math.prod(shape) * leaf.dtype.itemsize
 
     return sum(size(leaf) for leaf in jax.tree.leaves(tree))
-
-
-def _put(batch: Any, mesh: Mesh, *, dim: int) -> Any:
-    sharding = NamedSharding(mesh, PartitionSpec(*([None] * dim), "data"))
-    count = processes(mesh)
-
-    def put(key_path: Any, leaf: np.ndarray) -> jax.Array:
-        shape = (*leaf.shape[:dim], leaf.shape[dim] * count, *leaf.shape[dim + 1 :])
-        if shape[dim] % mesh.shape["data"]:
-            raise PlacementError(
-                f"batch/{path_of(key_path)} {leaf.shape}: {shape[dim]} examples do not divide over mesh axis "
-                f"data={mesh.shape['data']}; choose a batch that is a multiple of it"
-            )
-        return jax.make_array_from_process_local_data(sharding, leaf, shape)
-
-    return jax.tree_util.tree_map_with_path(put, batch)

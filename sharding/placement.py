@@ -118,9 +118,10 @@ def place(
     """
     devices = list(jax.devices() if devices is None else devices)
     if strategy == "single":
-        return dataclasses.replace(_on_one_mesh(strategy, readers, devices, 1, 1), strategy="single")
+        first = one_mesh(meshes.make(data=1, model=1, devices=devices), list(readers))
+        return dataclasses.replace(first, strategy="single")
     if strategy in ("replicate", "fsdp", "tensor"):
-        return _on_one_mesh(strategy, readers, devices, data, model)
+        return one_mesh(meshes.make(data=data, model=model, devices=devices), list(readers), table=strategy)
     if strategy not in STRATEGIES:
         raise PlacementError(f"mesh.placement={strategy!r} is not one of {', '.join(STRATEGIES)}")
     check_processes(strategy, data, model, devices=len(devices), processes=len({d.process_index for d in devices}))
@@ -138,13 +139,8 @@ def check_processes(strategy: str, data: int, model: int, *, devices: int, proce
             f"mesh.placement={strategy!r} over several processes ({processes}, one a node): latents cross between "
             "devices of one process only; use replicate, fsdp or tensor, or auto, which takes one of them; or one node"
         )
-    data, model = (1, 1) if strategy == "single" else meshes.fill(data, model, devices)
+    data, model = (1, 1) if strategy == "single" else (meshes.fill(data, model, devices), model)
     meshes.check_processes(devices, used=data * model, model=model, processes=processes)
-
-
-def _on_one_mesh(table: str, readers: Mapping[str, int], devices: list[Device], data: int, model: int) -> Placement:
-    mesh = meshes.make(data=data, model=model, devices=devices)
-    return one_mesh(mesh, list(readers), table=table if table in ("fsdp", "tensor") else "replicate")
 
 
 def _split(strategy: str, readers: Mapping[str, int], devices: list[Device], *, data: int, model: int) -> Placement:

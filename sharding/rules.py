@@ -40,7 +40,7 @@ def shardings(table: Table[Any], abstract_tree: Any, mesh: Mesh, *, name: str) -
     """Returns a tree of NamedSharding for leaves that have a shape.
 
     A value is a PartitionSpec, or a tuple of them of which the first that divides is taken. Raises PlacementError
-    where none divides, for an axis that the mesh lacks, and as `match` does.
+    where none divides, and as `match` does.
     """
     rows = _match_rows(table, abstract_tree, name=name)
 
@@ -88,9 +88,6 @@ def _find_obstacle(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> s
         return f"{spec} names {len(spec)} dims of {len(shape)}"
     for dim, entry in enumerate(spec):
         axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        unknown = [axis for axis in axes if axis not in mesh.shape]
-        if unknown:
-            return f"{spec} names axis {unknown[0]!r}, the mesh has {', '.join(map(str, mesh.axis_names))}"
         size = math.prod(mesh.shape[axis] for axis in axes)
         if shape[dim] % size:
             named = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)

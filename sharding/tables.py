@@ -7,7 +7,6 @@ Families with equal specs share rows, so that each table is live for Llama and P
 
 from jax.sharding import PartitionSpec as P
 
-from sharding.errors import PlacementError
 from sharding.rules import Table
 
 # Encoder and adapters: small; their gradients are summed over data.
@@ -53,6 +52,4 @@ def reader_table(placement: str, *, packed: bool = False) -> Table[P | tuple[P, 
 
     `packed`: their matrices are codes of 4 or 8 bits with separate scales.
     """
-    if placement not in _READERS:
-        raise PlacementError(f"mesh.placement={placement!r} is not one of {', '.join(_READERS)}")
     return (*_SCALES, *_READERS[placement]) if packed else _READERS[placement]

@@ -16,7 +16,7 @@ import numpy as np
 
 from lw_jax import recipes
 from lw_jax.benchmarking import timing
-from lw_jax.benchmarking.rows import Row, answer_row, encode_row, prefill_rows
+from lw_jax.benchmarking.rows import Benchmark, Call, Row
 from lw_jax.benchmarking.timing import Ceilings, Spread
 from lw_jax.core import runtime
 from lw_jax.core.config import Config
@@ -24,10 +24,8 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Tree
 from lw_jax.data import row_sources
 from lw_jax.data.loader import Loader
-from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import weights
 from lw_jax.hub.tensor_files import list_tensors
-from lw_jax.models.wire import Prompt
 from lw_jax.planning import gpus, workload
 from lw_jax.recipes import frozen_models
 from lw_jax.recipes.latentwire import LatentWire
@@ -51,12 +49,12 @@ BATCHES = 32  # of `input`
 BLOCK = 1 << 24  # bytes read at once where nothing but the disk is timed
 
 
-class Measured:
+class Measured(Benchmark):
     """One configuration on this machine's devices."""
 
     def __init__(self, cfg: Config, placement: Placement, repeats: int):
-        self.cfg, self.placement, self.repeats = cfg, placement, repeats
-        self.recipe: Any = recipes.make(cfg, placement, outline=True)
+        super().__init__(cfg, placement)
+        self.repeats = repeats
         self.needs: memory.StepMemory | None = None  # of the step as it was compiled here, once it was measured
 
     @functools.cached_property
@@ -167,44 +165,13 @@ class Measured:
             leaf.size for path, leaf in leaves if path_of(path).split("/")[-1] in ids and "teacher" not in path_of(path)
         )
 
-    def encode(self) -> list[Row]:
-        trainable, body = timing.fill(workload.encoder(self.recipe))
-        filled = self.fill(workload.texts(self.recipe))
-        encode = WireFunctions(self.recipe.wire, self.placement).encode
-        seconds = Spread.of(timing.repeat(lambda: encode(trainable, filled, body), repeats=self.repeats))
-        return [encode_row(self.recipe, self.ceilings, seconds.median, seconds=seconds)]
+    def costs(self, weights: Tree, calls: Sequence[Call]) -> list[dict[str, Any]]:
+        filled = timing.fill(weights)
 
-    def prefill(self) -> list[Row]:
-        """Reads one prompt with each reader, of a text and of a message; the message's adapter is not among it."""
-        return [row for name in self.placement.readers for row in self._prefill(name)]
+        def seconds(call: Callable[[Any, Any], Any], inputs: Tree) -> Spread:
+            return Spread.of(timing.repeat(lambda: call(filled, inputs), repeats=self.repeats))
 
-    def _prefill(self, name: str) -> list[Row]:
-        params = timing.fill(workload.reader(self.recipe, name))
-        begin = WireFunctions(self.recipe.wire, self.placement).begin
-        shapes, fields = workload.single_prompts(self.recipe, name), {}
-        for kind, prompt in shapes.items():
-            filled = Prompt(*timing.fill(prompt))
-
-            def read(filled: Prompt = filled) -> Tree:
-                return begin(params, filled, name, 1)
-
-            fields[kind] = {"seconds": Spread.of(timing.repeat(read, repeats=self.repeats))}
-        return prefill_rows(name, shapes, fields)
-
-    def answer(self) -> list[Row]:
-        """Generates with each reader; the time of a step is the difference between a long and a short answer."""
-        return [self._generate(name) for name in self.placement.readers]
-
-    def _generate(self, name: str) -> Row:
-        params = timing.fill(workload.reader(self.recipe, name))
-        filled = Prompt(*timing.fill(workload.prompts(self.recipe, name)))
-        generate = WireFunctions(self.recipe.wire, self.placement).generate
-
-        def run(count: int) -> Spread:
-            return Spread.of(timing.repeat(lambda: generate(params, filled, name, count), repeats=self.repeats))
-
-        whole, short = run(self.cfg.eval.max_new_tokens), run(1)
-        return answer_row(self.recipe, name, self.ceilings, (whole.median, short.median), seconds=whole)
+        return [{"seconds": seconds(call, self.fill(shapes))} for call, shapes in calls]
 
     def load(self) -> list[Row]:
         """Loads each reader's weights, once, and reads the same files for their bytes alone."""

@@ -4,27 +4,27 @@ Seconds are the roofline's over every kernel (`roofline.py`), memory is the comp
 data sheet's peaks, so a step of nothing but products would show `roofline.MATMUL_FRACTION`.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from lw_jax import recipes
 from lw_jax.benchmarking.measurement import FREE
-from lw_jax.benchmarking.rows import Row, answer_row, encode_row, prefill_rows
+from lw_jax.benchmarking.rows import Benchmark, Call, Row
 from lw_jax.benchmarking.timing import Ceilings
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
-from lw_jax.evals.wire_functions import WireFunctions
-from lw_jax.models.wire import Prompt
 from lw_jax.planning import generation_memory, gpus, hlo_counts, planner, roofline, workload
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import memory_limit
 from sharding import placement as placements
 
 
-class Predicted:
+class Predicted(Benchmark):
     """One configuration on a target's devices."""
 
     def __init__(self, cfg: Config, target: str):
@@ -34,22 +34,20 @@ class Predicted:
             UserError: the target is not known, nothing can be compiled for it, or nothing fits on it.
         """
         self.target = gpus.parse(target)
-        try:
-            devices = gpus.compile_devices(self.target)
-        except gpus.CompilerAbsent as error:
-            raise UserError(str(error)) from error
+        devices = gpus.compile_devices(self.target)
         self.plan = planner.make(cfg, target)
         if self.plan.chosen is None:
             raise UserError(f"--target {target}: {self.plan.why}")
         self.best = best = self.plan.chosen
         sizes = recipes.reader_bytes(cfg)
-        self.placement = placements.place(best.strategy, sizes, data=best.data, model=best.model, devices=devices)
-        card = self.target.card
-        room = memory_limit.of_devices(cfg, card.memory_bytes)
-        self.cfg = generation_memory.resolve_layers(config.with_remat(cfg, best.remat), self.placement, room)
-        self.recipe: Any = recipes.make(self.cfg, self.placement, outline=True)
-        dtype = workload.arithmetic(cfg, self.placement.platform)
-        self.ceilings = Ceilings(dtype, card.peak[roofline.ARITHMETIC[dtype]], card.bandwidth)
+        placed = placements.place(best.strategy, sizes, data=best.data, model=best.model, devices=devices)
+        room = memory_limit.of_devices(cfg, self.target.card.memory_bytes)
+        super().__init__(generation_memory.resolve_layers(config.with_remat(cfg, best.remat), placed, room), placed)
+
+    @functools.cached_property
+    def ceilings(self) -> Ceilings:
+        dtype, card = workload.arithmetic(self.cfg, self.placement.platform), self.target.card
+        return Ceilings(dtype, card.peak[roofline.ARITHMETIC[dtype]], card.bandwidth)
 
     @property
     def device(self) -> str:
@@ -91,36 +89,8 @@ class Predicted:
             )
         ]
 
-    def encode(self) -> list[Row]:
-        trainable, body = workload.encoder(self.recipe)
-        costs = self._compile(jax.jit(self.recipe.wire.encode).lower(trainable, workload.texts(self.recipe), body))
-        return [encode_row(self.recipe, self.ceilings, costs["predicted_seconds"], **costs)]
-
-    def prefill(self) -> list[Row]:
-        return [row for name in self.placement.readers for row in self._prefill(name)]
-
-    def _prefill(self, name: str) -> list[Row]:
-        shapes, params = workload.single_prompts(self.recipe, name), workload.reader(self.recipe, name)
-        begin = WireFunctions(self.recipe.wire, self.placement).begin
-        lower = jax.jit(lambda params, prompt: begin(params, Prompt(*prompt), name, 1)).lower
-        fields = {kind: self._compile(lower(params, prompt)) for kind, prompt in shapes.items()}
-        return prefill_rows(name, shapes, fields)
-
-    def answer(self) -> list[Row]:
-        """Compiles each reader's answers; the time of a token is the difference between a long and a short answer."""
-        return [self._generate(name) for name in self.placement.readers]
-
-    def _generate(self, name: str) -> Row:
-        prompts, params = workload.prompts(self.recipe, name), workload.reader(self.recipe, name)
-
-        def generate(params: Tree, prompts: Tree, count: int) -> jax.Array:
-            return self.recipe.wire.generate(params, name, Prompt(*prompts), max_new_tokens=count)
-
-        lower = jax.jit(generate, static_argnums=2).lower
-        counts = self.cfg.eval.max_new_tokens, 1
-        whole, short = (self._compile(lower(params, prompts, count)) for count in counts)
-        both = whole["predicted_seconds"], short["predicted_seconds"]
-        return answer_row(self.recipe, name, self.ceilings, both, **whole)
+    def costs(self, weights: Tree, calls: Sequence[Call]) -> list[dict[str, Any]]:
+        return [self._compile(jax.jit(call).lower(weights, inputs)) for call, inputs in calls]
 
     def _compile(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
         compiled: Any = gpus.compile_lowered(lowered)

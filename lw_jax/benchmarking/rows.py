@@ -1,12 +1,20 @@
 """Rows of a benchmark, measured or predicted, and their table."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from lw_jax import recipes
 from lw_jax.benchmarking.timing import Ceilings, Spread
+from lw_jax.core.config import Config
+from lw_jax.core.types import SHARED, Tree
+from lw_jax.evals.wire_functions import WireFunctions
+from lw_jax.models.wire import Prompt
 from lw_jax.planning import plan_tables, workload
-from lw_jax.recipes.latentwire import LatentWire
+from sharding.placement import Placement
+
+Call = tuple[Callable[[Any, Any], Any], Tree]  # a function of (weights, inputs), and the shapes of its inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,55 +42,98 @@ class Row:
     why_not: str = ""  # what stood in the way
 
 
-def encode_row(recipe: LatentWire, ceilings: Ceilings, median: float, **fields: Any) -> Row:
-    """Returns the row of writing a batch of texts that fill the encoder's window; `median` is in seconds."""
-    spec = recipe.cfg.encoder
-    batch, tokens = workload.texts(recipe)["ids"].shape
-    work = workload.encode_flops(recipe)
-    return Row(
-        "encode",
-        f"{spec.kind} encoder",
-        f"{batch} texts of {tokens} tokens -> {spec.slots} x {spec.width}",
-        samples_per_second=batch / median,
-        tokens_per_second=batch * tokens / median,
-        flops=work,
-        of_matmul=work / (median * ceilings.matmul * recipe.placement.data),
-        **fields,
-    )
+class Benchmark:
+    """Parts of a configuration whose rows are made alike, whether their costs are measured or predicted."""
+
+    def __init__(self, cfg: Config, placement: Placement):
+        self.cfg, self.placement = cfg, placement
+        self.recipe: Any = recipes.make(cfg, placement, outline=True)
+
+    @functools.cached_property
+    def ceilings(self) -> Ceilings:
+        raise NotImplementedError
+
+    def costs(self, weights: Tree, calls: Sequence[Call]) -> list[dict[str, Any]]:
+        """Returns what each call costs, by field of `Row`; all read the same weights, which are shapes."""
+        raise NotImplementedError
+
+    def encode(self) -> list[Row]:
+        """Writes a batch of texts that fill the encoder's window."""
+        spec, texts = self.cfg.encoder, workload.texts(self.recipe)
+        encode, weights = WireFunctions(self.recipe.wire, self.placement).encode, self.recipe.placed()
+        both = {"trainable": weights.trainable, "body": weights.frozen.get(SHARED)}
+        (costs,) = self.costs(both, [(lambda both, texts: encode(source=texts, **both), texts)])
+        (batch, tokens), median, work = texts["ids"].shape, _typical(costs), workload.encode_flops(self.recipe)
+        return [
+            Row(
+                "encode",
+                f"{spec.kind} encoder",
+                f"{batch} texts of {tokens} tokens -> {spec.slots} x {spec.width}",
+                samples_per_second=batch / median,
+                tokens_per_second=batch * tokens / median,
+                flops=work,
+                of_matmul=work / (median * self.ceilings.matmul * self.placement.data),
+                **costs,
+            )
+        ]
+
+    def prefill(self) -> list[Row]:
+        """Reads one prompt with each reader, of a text and of a message; the message's adapter is not among it."""
+        return [row for name in self.placement.readers for row in self._prefill(name)]
+
+    def _prefill(self, name: str) -> list[Row]:
+        rows = self.placement.data  # a question for each part of the axis
+        text = workload.text_prompts(self.recipe, name, rows, self.cfg.data.context_tokens)
+        message = workload.prompts(self.recipe, name, rows)
+        begin = WireFunctions(self.recipe.wire, self.placement).begin
+
+        def read(params: Tree, prompt: Tree) -> Tree:
+            return begin(params, Prompt(*prompt), name, 1)
+
+        costs = self.costs(self.recipe.placed().frozen[name], [(read, text), (read, message)])
+        slower = f"; the text takes {_typical(costs[0]) / _typical(costs[1]):.2f} x as long"
+        return [
+            Row("prefill", name, f"1 text in {_describe(text)}", **costs[0]),
+            Row("prefill", name, f"1 message in {_describe(message)}{slower}", **costs[1]),
+        ]
+
+    def answer(self) -> list[Row]:
+        """Generates with each reader; the time of a token is the difference between a long and a short answer."""
+        return [self._answer(name) for name in self.placement.readers]
+
+    def _answer(self, name: str) -> Row:
+        prompts, params = workload.prompts(self.recipe, name), self.recipe.placed().frozen[name]
+        tokens, model = self.cfg.eval.max_new_tokens, self.recipe.wire.readers[name].config
+        generate = WireFunctions(self.recipe.wire, self.placement).generate
+
+        def answer(count: int) -> Call:
+            return lambda params, prompts: generate(params, Prompt(*prompts), name, count), prompts
+
+        costs, cost_of_one = self.costs(params, [answer(tokens), answer(1)])
+        whole, short = _typical(costs), _typical(cost_of_one)
+        token = (whole - short) / (tokens - 1) if tokens > 1 and whole > short else None  # else noise alone
+        need = workload.token_bytes(params, model, prompts, tokens)
+        alone = self.placement.readers[name].mesh.size == 1
+        batch, length = len(prompts.mask), prompts.positions
+        return Row(
+            "answer",
+            name,
+            f"{batch} prompts of {length} positions, {tokens} tokens each"
+            + ("" if token is None else f"; a token of all {token * 1e3:.1f} ms"),
+            samples_per_second=batch / whole,
+            tokens_per_second=batch * tokens / whole,
+            bytes=need,
+            of_bandwidth=need / token / self.ceilings.bandwidth if alone and token else None,
+            **costs,
+        )
 
 
-def prefill_rows(name: str, prompts: dict[str, workload.PromptShapes], fields: dict[str, dict[str, Any]]) -> list[Row]:
-    rows, seconds = [], []
-    for kind, prompt in prompts.items():
-        computed = prompt.embeddings.shape[1]
-        what = f"1 {kind} in a prompt of {prompt.positions} positions, {computed} of them computed"
-        row = Row("prefill", name, what, **fields[kind])
-        rows.append(row)
-        seconds.append(row.seconds.median if row.seconds else row.predicted_seconds)
-    ratio = seconds[0] / seconds[1]
-    return [rows[0], dataclasses.replace(rows[1], what=f"{rows[1].what}; the text takes {ratio:.2f} x as long")]
+def _typical(costs: dict[str, Any]) -> float:
+    return costs["seconds"].median if "seconds" in costs else costs["predicted_seconds"]
 
 
-def answer_row(recipe: LatentWire, name: str, ceilings: Ceilings, medians: tuple[float, float], **fields: Any) -> Row:
-    """Returns the row of a reader's answers; `medians` are the seconds of answers of all tokens and of one token."""
-    prompts, params = workload.prompts(recipe, name), workload.reader(recipe, name)
-    tokens, model = recipe.cfg.eval.max_new_tokens, recipe.wire.readers[name].config
-    whole, short = medians
-    token = (whole - short) / (tokens - 1) if tokens > 1 and whole > short else None  # else noise alone
-    need = workload.token_bytes(params, model, prompts, tokens)
-    alone = recipe.placement.readers[name].mesh.size == 1
-    batch, length = len(prompts.mask), prompts.positions
-    return Row(
-        "answer",
-        name,
-        f"{batch} prompts of {length} positions, {tokens} tokens each"
-        + ("" if token is None else f"; a token of all {token * 1e3:.1f} ms"),
-        samples_per_second=batch / whole,
-        tokens_per_second=batch * tokens / whole,
-        bytes=need,
-        of_bandwidth=need / token / ceilings.bandwidth if alone and token else None,
-        **fields,
-    )
+def _describe(prompt: workload.PromptShapes) -> str:
+    return f"a prompt of {prompt.positions} positions, {prompt.embeddings.shape[1]} of them computed"
 
 
 def table(device: str, ceilings: Ceilings, rows: Sequence[Row]) -> str:

@@ -21,7 +21,6 @@ from lw_jax.training.checkpoint import Checkpointer
 from lw_jax.training.memory import bytes_of
 from lw_jax.training.recipe import Recipe
 from lw_jax.training.trainer import Run
-from sharding import place
 
 KEEP = 2  # newest checkpoints, beside the best by validation
 
@@ -103,8 +102,7 @@ def _train(cfg: Config, workdir: Path, services: sinks.Services | None) -> int:
 
 def _save_start(recipe: Recipe, checkpointer: Checkpointer, workdir: Path) -> int:
     """Saves the start of a run without steps as its only checkpoint, unless the folder has it."""
-    wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
-    if checkpointer.restore({"trainable": wanted}) is None:
+    if checkpointer.restore({"trainable": recipe.placed().trainable}) is None:
         checkpointer.save(0, {"trainable": recipe.build().trainable}, data={}, wait=True)
     print(f"{workdir}: finished, nothing is trained; python run.py eval --workdir {workdir} measures it", flush=True)
     return 0

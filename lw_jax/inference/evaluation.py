@@ -11,7 +11,7 @@ import jax
 import msgspec
 import numpy as np
 
-from lw_jax.core import eval_rows, processes
+from lw_jax.core import eval_rows
 from lw_jax.core.config import Eval
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
@@ -40,7 +40,6 @@ from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.recipes.wire_readers import WireReaders
 from lw_jax.training import evaluation_memory, memory_limit, out_of_memory
 from lw_jax.training.step_spec import StepSpec
-from sharding import place
 
 _T = TypeVar("_T")
 
@@ -276,16 +275,14 @@ def _teach(
 
 
 def _batch(recipe: WireReaders) -> out_of_memory.HalvingBatch:
-    cfg, multiple = recipe.cfg, recipe.placement.data
-    size = place.round_up(cfg.eval.batch, multiple)
+    cfg, batch = recipe.cfg, out_of_memory.HalvingBatch(recipe.cfg, recipe.placement, say=_say)
     # Several processes cannot agree on another one where memory runs out.
     limit = memory_limit.local(cfg) if jax.process_count() > 1 else None
     if limit and (generates := generation(StepSpec(cfg, recipe))):  # of a cache wire it is not known
         estimate = evaluation_memory.of(generates, limit)
-        size = processes.from_first(lambda: estimate.largest or multiple)
-        if size < estimate.batch:
+        if batch.fit(estimate.largest):
             _say(f"{estimate.description}; it is taken")
-    return out_of_memory.HalvingBatch(size, multiple=multiple, say=_say)
+    return batch
 
 
 def _say(text: str) -> None:

@@ -13,7 +13,7 @@ from lw_jax.core import precision, tree
 from lw_jax.core.types import Tree
 from lw_jax.planning.gpus import Target
 from lw_jax.planning.roofline import COLLECTIVE_SECONDS, LINK_FRACTION, Speed, Times
-from lw_jax.training import step_costs
+from lw_jax.training import memory, step_costs
 from lw_jax.training.memory import StepMemory
 from lw_jax.training.step_spec import StepSpec
 from lw_jax.training.traced_costs import Costs
@@ -41,39 +41,25 @@ class Estimate:
 def estimate(program: StepSpec, widths: Tree, micro_batch: int, target: Target | None) -> Estimate:
     """Estimates one program at a micro-batch (0: a device's whole share)."""
     accumulation = program.accumulation(micro_batch)
-    rows, placement, state = program.cut(accumulation).micro_batch, program.placement, program.state
-    costs = step_costs.of(program, widths, rows)
-    residuals, weights = step_costs.kept_bytes(program, widths, rows), program.frozen_bytes()
+    cut, placement, trainable = program.cut(accumulation), program.placement, program.state["trainable"]
+    costs = step_costs.of(program, widths, cut.micro_batch)
+    residuals = step_costs.kept_bytes(program, widths, cut.micro_batch)
     sent = {name: accumulation * _sent(program, name, costs[name]) for name in placement.readers}
-    sent[""] = _summed(program, state["trainable"], accumulation)
-    state_bytes = place.device_bytes((state["trainable"], state["opt_state"]))
-    working, resident, flops, wire = [], [], [], []
+    sent[""] = _summed(program, trainable, accumulation)
+    working, flops, wire = {}, [], []
     for mesh in placement.meshes:
         here = [name for name, component in placement.readers.items() if component.mesh == mesh]
         # The readers run one after the other.
         most = max((costs[name].peak + _gathered(program, name) for name in here), default=0)
         if mesh == placement.learner:
             most = max(costs[""].peak, residuals + most)
-            most += place.device_bytes(state["trainable"]) if accumulation > 1 else 0  # the gradients' sum
+            most += place.device_bytes(trainable) if accumulation > 1 else 0  # the gradients' sum
             here = ["", *here]
-        working.append(most)
-        resident.append(weights[mesh] + (state_bytes if mesh == placement.learner else 0))
+        working[mesh] = most
         flops.append(accumulation * sum(costs[name].flops for name in here))
         flops[-1] += step_costs.update(program).flops if mesh == placement.learner else 0.0
         wire.append(sum(sent[name] for name in here))
-    peaks = [fixed + most for fixed, most in zip(resident, working, strict=True)]
-    fullest = peaks.index(max(peaks))
-    learns = placement.meshes[fullest] == placement.learner
-    needs = StepMemory(
-        micro_batch=rows,
-        accumulation=accumulation,
-        weights=weights[placement.meshes[fullest]],
-        trainable=place.device_bytes(state["trainable"]) if learns else 0,
-        optimizer=place.device_bytes(state["opt_state"]) if learns else 0,
-        batch=0,
-        activations=working[fullest],
-        by_mesh=tuple(peaks),
-    )
+    needs = memory.of_step(cut, memory.resident(program), working, {})
     times = _times(program, costs, sent, accumulation, target) if target else None
     return Estimate(needs, max(flops), max(wire), times)
 

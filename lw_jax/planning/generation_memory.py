@@ -7,9 +7,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from lw_jax import recipes
 from lw_jax.core import config, eval_rows, processes
@@ -76,11 +74,8 @@ def longest_prompts(recipe: LatentWire, name: str, size: int) -> list[PromptShap
 
 
 def _answers(recipe: LatentWire, name: str, size: int) -> list[tuple[Callable[..., Tree], tuple[Tree, Tree, Tree]]]:
-    cfg, mesh, params = recipe.cfg, recipe.placement.readers[name].mesh, workload.reader(recipe, name)
+    cfg, mesh, params = recipe.cfg, recipe.placement.readers[name].mesh, recipe.placed().frozen[name]
     answers = cfg.data.answer_tokens
-
-    def rows(*shape: int, dtype: str) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((size, *shape), jnp.dtype(dtype), sharding=NamedSharding(mesh, P("data")))
 
     def answer(params: Tree, prompts: Tree, fields: Tree) -> Tree:
         prompt, most = Prompt(*prompts), cfg.eval.max_new_tokens
@@ -88,9 +83,9 @@ def _answers(recipe: LatentWire, name: str, size: int) -> list[tuple[Callable[..
         return ids, scores_of(logits, fields)
 
     fields = {
-        "answer_inputs": rows(answers - 1, dtype="int32"),
-        "targets": rows(answers, dtype="int32"),
-        "weights": rows(answers, dtype="float32"),
+        "answer_inputs": workload.row_shapes((size, answers - 1), "int32", mesh),
+        "targets": workload.row_shapes((size, answers), "int32", mesh),
+        "weights": workload.row_shapes((size, answers), "float32", mesh),
     }
     return [(answer, (params, prompts, fields)) for prompts in longest_prompts(recipe, name, size)]
 
@@ -139,4 +134,4 @@ def _copies(cfg: Config, recipe: LatentWire, name: str) -> int:
     slots = max(prompts.positions, cfg.data.context_tokens) + cfg.eval.max_new_tokens
     rows, model = len(prompts.mask) // recipe.placement.data, recipe.wire.readers[name].config
     cache = workload.cache_bytes(model, rows, slots, prompts.embeddings.dtype)
-    return place.device_bytes(workload.reader(recipe, name)["layers"]) + 2 * cache
+    return place.device_bytes(recipe.placed().frozen[name]["layers"]) + 2 * cache

@@ -80,15 +80,12 @@ def analyse(text: str) -> Program:
       Unreadable: another version of XLA writes another text, or it is no HLO module.
     """
     try:
-        return _analyse(text)
+        module = _Module(text)
+        tally = module.tally(module.entry)
     except (AttributeError, LookupError, TypeError, ValueError) as error:  # a text in which something is not found
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__} {error}"
         raise Unreadable(f"the text of the compiled program is not understood: {reason}") from error
-
-
-def _analyse(text: str) -> Program:
-    module = _Module(text)
-    operations = [dataclasses.replace(op, executed=count) for op, count in module.tally(module.entry).items()]
+    operations = [dataclasses.replace(op, executed=count) for op, count in tally.items()]
     kernels = [op for op in operations if isinstance(op, Kernel)]
     collectives = [op for op in operations if isinstance(op, Collective)]
     return Program(

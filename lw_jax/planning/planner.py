@@ -189,11 +189,8 @@ def simulate(cfg: Config, card: gpus.Card, count: int, *, estimate: bool = False
     """Returns the plan of `count` cards; of 0, the run on a CPU."""
     if count:
         return make(cfg, f"{card.name}x{count}", estimate=estimate)
-    resolved, placed = config.with_remat(cfg, "none"), placements.place("single", recipes.reader_bytes(cfg))
-    accumulation = StepSpec(resolved, recipes.make(resolved, placed, outline=True)).accumulation(0)
-    chosen = StepCandidate(
-        strategy="single", mesh="1x1", remat="none", micro_batch=cfg.train.global_batch, accumulation=accumulation
-    )
+    micro = cfg.train.global_batch
+    chosen = StepCandidate(strategy="single", mesh="1x1", remat="none", micro_batch=micro, accumulation=1)
     return StepPlan(target="cpu", devices=0, per_host=0, compiled=False, chosen=chosen)
 
 

@@ -22,7 +22,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.progress import phase
 from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.models import cache_code, kv_prefix
-from lw_jax.planning import hardware, host_memory, placement_search, plans
+from lw_jax.planning import hardware, host_memory, placement_search, plans, workload
 from lw_jax.planning.hardware import HOST_BYTES, Hardware
 from lw_jax.planning.plans import Candidate, Plan
 from lw_jax.planning.roofline import Speed
@@ -31,7 +31,7 @@ from lw_jax.recipes.cache_wire import CacheWire
 from lw_jax.recipes.wire_shapes import AGAIN, SHARED_PREFIX
 from lw_jax.training import memory_limit, step_costs
 from lw_jax.training.memory import Compile, bytes_of
-from lw_jax.training.traced_costs import trace
+from lw_jax.training.traced_costs import Costs, trace
 from sharding import place
 from sharding import placement as placements
 from sharding.placement import Placement
@@ -143,10 +143,8 @@ def _measure(cfg: Config, placed: Placement, on: Hardware, speed: Speed | None) 
     """Returns what the start needs on a placement; nothing is compiled where the weights alone are too large."""
     resolved = config.with_remat(cfg, "none")
     recipe, room = CacheWire(resolved, placed, outline=True), on.limit
-    frozen, codes = recipe.abstract().frozen, recipe.abstract().trainable["codes"]
-    weights = {
-        name: place.device_bytes(place.place_shapes(frozen[name], recipe.shardings().frozen[name])) for name in frozen
-    }
+    weights = {name: place.device_bytes(params) for name, params in recipe.placed().frozen.items()}
+    codes = recipe.abstract().trainable["codes"]
     together: dict[Any, int] = {}
     for name, component in placed.readers.items():
         together[component.mesh] = together.get(component.mesh, 0) + weights[name] + place.device_bytes(codes[name])
@@ -177,22 +175,25 @@ def _plan_reader(
     code, values = recipe.abstract().trainable["codes"][name], 2 * model.layers * model.kv_heads * model.head_dim
     # What a device computes: of a model over the model axis it reads its part, and codes all.
     local, whole = (CacheWire(cfg, placed.on_one_device(whole=whole), outline=True) for whole in (False, True))
-    token_bytes = values * jnp.dtype(local.abstract().frozen[name]["embed"].dtype).itemsize
-    token_bytes //= max(1, model.kv_heads // local.wire.readers[name].config.kv_heads)
+    dtype = local.abstract().frozen[name]["embed"].dtype
+    token_bytes = workload.cache_bytes(local.wire.readers[name].config, rows=1, slots=1, dtype=dtype)
 
-    def costs(part: CacheWire, rows: int, tokens: int) -> Iterator[Work]:
-        for way, (function, args) in _programs(part, name, rows, tokens).items():
-            found = step_costs.once(part, name, way, args, lambda call=function, args=args: trace(call, *args))
-            yield Work(found.peak, found.peak, found.flops, speed and speed.predict(found).total)
+    def cost(part: CacheWire, way: str, rows: int, tokens: int) -> Costs:
+        function, args = _programs(part, name, rows, tokens)[way]
+        return step_costs.once(part, name, way, args, lambda: trace(function, *args))
 
     def work(rows: int, tokens: int) -> dict[str, Work]:
-        read, _ = costs(local, rows, tokens)
-        read_whole, written = costs(whole, rows, tokens)
-        seconds = None
-        if written.seconds and read_whole.seconds and read.seconds:
-            seconds = written.seconds - read_whole.seconds + read.seconds
-        flops = written.flops - read_whole.flops + read.flops
-        return {READ: read, WRITE: dataclasses.replace(written, flops=flops, seconds=seconds)}
+        read, whole_read = cost(local, READ, rows, tokens), cost(whole, READ, rows, tokens)
+        written = cost(whole, WRITE, rows, tokens)
+        flops = written.flops - whole_read.flops + read.flops
+        read_seconds = write_seconds = None
+        if speed:
+            read_seconds = speed.predict(read).total
+            write_seconds = speed.predict(written).total - speed.predict(whole_read).total + read_seconds
+        return {
+            READ: Work(read.peak, read.peak, read.flops, read_seconds),
+            WRITE: Work(written.peak, written.peak, flops, write_seconds),
+        }
 
     batch, text = work(-(-rows // placed.data), tokens), work(1, TEXT)
     if compiles is not None:
@@ -239,8 +240,7 @@ def _programs(recipe: CacheWire, name: str, rows: int, tokens: int) -> dict[str,
     """Returns what reads a batch of texts twice, and what writes it, with the shapes of their arguments."""
     functions, mesh = CacheFunctions(recipe.wire, recipe.placement), recipe.placement.readers[name].mesh
     model, replicated = recipe.wire.readers[name].config, place.whole(mesh)
-    params = place.place_shapes(recipe.abstract().frozen[name], recipe.shardings().frozen[name])
-    shapes = recipe.abstract().trainable["codes"][name]
+    params, shapes = recipe.placed().frozen[name], recipe.abstract().trainable["codes"][name]
     code = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), shapes)
 
     def field(rows: int, tokens: int, sharding: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:

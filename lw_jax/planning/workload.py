@@ -38,7 +38,7 @@ def texts(recipe: LatentWire) -> Tree:
     """Returns a batch of texts that fill the encoder's window, as shapes where they are read."""
     batch, tokens = _batch(recipe), recipe.cfg.encoder.window * recipe.cfg.encoder.windows
     sizes = {"ids": ((batch, tokens), "int32"), "mask": ((batch, tokens), "bool"), "channel": ((batch, 3), "int32")}
-    return {name: _rows(shape, dtype, recipe.placement.learner) for name, (shape, dtype) in sizes.items()}
+    return {name: row_shapes(shape, dtype, recipe.placement.learner) for name, (shape, dtype) in sizes.items()}
 
 
 def prompts(recipe: LatentWire, name: str, rows: int = 0) -> PromptShapes:
@@ -55,43 +55,25 @@ def prompts(recipe: LatentWire, name: str, rows: int = 0) -> PromptShapes:
     shape = (model.layers, rows, before + slots, model.kv_heads, model.head_dim)
     kv: Any = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     return PromptShapes(
-        _rows((rows, 1 + after, model.width), dtype, mesh),
-        _rows((rows, 1 + after), "bool", mesh),
+        row_shapes((rows, 1 + after, model.width), dtype, mesh),
+        row_shapes((rows, 1 + after), "bool", mesh),
         None,
-        KVPrefix(kv, kv, _rows((rows, before + slots), "bool", mesh)),
+        KVPrefix(kv, kv, row_shapes((rows, before + slots), "bool", mesh)),
     )
-
-
-def single_prompts(recipe: LatentWire, name: str) -> dict[str, PromptShapes]:
-    """Returns one question's prompt of the longest text and one of a message, one for each part of the data axis."""
-    rows = recipe.placement.data
-    text = text_prompts(recipe, name, rows, recipe.cfg.data.context_tokens)
-    return {"text": text, "message": prompts(recipe, name, rows)}
 
 
 def text_prompts(recipe: LatentWire, name: str, rows: int, length: int) -> PromptShapes:
     """Returns prompts of so many positions, all of them embeddings, as shapes."""
     mesh, table = recipe.placement.readers[name].mesh, recipe.abstract().frozen[name]["embed"]
     shape = rows, length, recipe.wire.readers[name].config.width
-    return PromptShapes(_rows(shape, table.dtype, mesh), _rows(shape[:2], "bool", mesh))
-
-
-def reader(recipe: LatentWire, name: str) -> Tree:
-    return place.place_shapes(recipe.abstract().frozen[name], recipe.shardings().frozen[name])
-
-
-def encoder(recipe: LatentWire) -> tuple[Tree, Tree]:
-    """Returns the trainable tree and a frozen body (None without one) as shapes where they lie."""
-    shapes, placed = recipe.abstract(), recipe.shardings()
-    body = place.place_shapes(shapes.frozen[SHARED], placed.frozen[SHARED]) if SHARED in shapes.frozen else None
-    return place.place_shapes(shapes.trainable, placed.trainable), body
+    return PromptShapes(row_shapes(shape, table.dtype, mesh), row_shapes(shape[:2], "bool", mesh))
 
 
 def _batch(recipe: LatentWire) -> int:
     return place.round_up(recipe.cfg.eval.batch, recipe.placement.data)
 
 
-def _rows(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> Any:
+def row_shapes(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, P("data")))
 
 
@@ -104,7 +86,8 @@ def step_flops(cfg: Config) -> float:
 
 
 def encode_flops(recipe: LatentWire) -> float:
-    return trace(recipe.wire.encode, recipe.abstract().trainable, texts(recipe), encoder(recipe)[1]).flops
+    weights = recipe.abstract()
+    return trace(recipe.wire.encode, weights.trainable, texts(recipe), weights.frozen.get(SHARED)).flops
 
 
 def token_bytes(params: Tree, model: decoder.DecoderConfig, prompt: PromptShapes, tokens: int) -> float:

@@ -15,7 +15,6 @@ from lw_jax.recipes.ttt import TTT
 from lw_jax.training import checkpoint, wire_folder, wire_tensors
 from lw_jax.training.checkpoint import Restored
 from lw_jax.training.recipe import Recipe
-from sharding import place
 from sharding import placement as placements
 from sharding.placement import Placement
 
@@ -67,7 +66,7 @@ def read_best(recipe: Recipe, cfg: Config, workdir: Path) -> Restored:
 
     Of a wire folder it returns the wire for the readers of `cfg`, once they are those that it belongs to.
     """
-    shapes = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
+    shapes = recipe.placed().trainable
     if wire_folder.is_wire(workdir):
         wire = wire_folder.read(workdir)
         absent = wire.configuration["llms"].keys() - cfg.llms.keys()

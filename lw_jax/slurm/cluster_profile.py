@@ -1,5 +1,6 @@
 """Cluster profile, a small TOML file, and time limits under its longest job."""
 
+import dataclasses
 import math
 import os
 import re
@@ -64,6 +65,16 @@ class Site(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _require(absolute and "$" not in self.scratch, "scratch", self.scratch, "an absolute path is needed")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Duration:
+    """How long a run takes."""
+
+    hours: float
+    step_seconds: float
+    checkpoint_seconds: float  # between two checkpoints
+    basis: str = "predicted"  # one line: the source of the hours
+
+
 class Limit(NamedTuple):
     """Time limit of a job, and the number of requeues of a longer run."""
 
@@ -94,21 +105,17 @@ def read_site(file: Path) -> Site:
     return schema.convert(values, Site, where=str(file), remedy="docs/slurm.md lists every key")
 
 
-def limit(hours: float, *, step_seconds: float, checkpoint_seconds: float, basis: str, site: Site) -> Limit:
-    """Returns the time limit of a run of so many hours.
-
-    Args:
-        checkpoint_seconds: between two checkpoints.
-        basis: one line: the source of the hours.
+def limit(run: Duration, site: Site) -> Limit:
+    """Returns the time limit of a run.
 
     Raises:
       UserError: the site's longest job leaves no time to train, or none for a first checkpoint.
     """
-    needed, longest = hours * TIME_MARGIN + STARTUP_HOURS, site.max_hours
-    text = f"{hours:.2f} h {basis}, x {TIME_MARGIN} + {STARTUP_HOURS} h to start"
+    needed, longest = run.hours * TIME_MARGIN + STARTUP_HOURS, site.max_hours
+    text = f"{run.hours:.2f} h {run.basis}, x {TIME_MARGIN} + {STARTUP_HOURS} h to start"
     if needed <= longest:
         return Limit(math.floor(min(QUARTER * math.ceil(needed * 60 / QUARTER), longest * 60)), 0, text)
-    notice = notice_seconds(step_seconds)
+    notice, between = notice_seconds(run.step_seconds), f"{run.checkpoint_seconds / 60:.1f} min"
     useful = longest * 3600 - STARTUP_HOURS * 3600 - notice
     where, remedy = f"site profile: max_hours = {longest:g}", "choose a partition with longer jobs"
     if useful <= 0:
@@ -116,18 +123,18 @@ def limit(hours: float, *, step_seconds: float, checkpoint_seconds: float, basis
             f"{where}: start-up ({STARTUP_HOURS} h) and the notice before the limit ({notice} s) leave no time to "
             f"train; {remedy}."
         )
-    if useful < checkpoint_seconds:
-        possible = math.floor(useful / step_seconds)
+    if useful < run.checkpoint_seconds:
+        possible = math.floor(useful / run.step_seconds)
         remedy = f"set --config.train.checkpoint_every to {possible} at most, or {remedy}" if possible else remedy
         raise UserError(
             f"{where}: start-up ({STARTUP_HOURS} h), the notice before the limit ({notice} s) and one checkpoint "
-            f"interval ({checkpoint_seconds / 60:.1f} min) are longer, and the run takes {needed:.2f} h: killed "
+            f"interval ({between}) are longer, and the run takes {needed:.2f} h: killed "
             f"without notice it would start over each time; {remedy}."
         )
-    requeues = math.ceil(hours * 3600 * TIME_MARGIN / useful) - 1
+    requeues = math.ceil(run.hours * 3600 * TIME_MARGIN / useful) - 1
     text += (
         f" = {needed:.2f} h, more than max_hours {longest:g}: it requeues itself {requeues} times or so, "
-        f"with a checkpoint every {checkpoint_seconds / 60:.1f} min"
+        f"with a checkpoint every {between}"
     )
     return Limit(math.floor(longest * 60), requeues, text)
 
@@ -144,7 +151,7 @@ def inspect(plan: Plan, train: Train) -> list[Finding]:
         return []
     hours, (step, between) = plan.hours + (plan.validation_hours or 0.0), pace(plan.hours, train)
     try:
-        time_limit = limit(hours, step_seconds=step, checkpoint_seconds=between, basis="predicted", site=site)
+        time_limit = limit(Duration(hours=hours, step_seconds=step, checkpoint_seconds=between), site)
     except UserError as error:
         return [Finding("error", f"{profile}: {error}")]
     return [Finding("warning", f"{profile}: {time_limit.description}")] if time_limit.requeues else []

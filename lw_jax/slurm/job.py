@@ -11,14 +11,14 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.planning.plans import Plan
 from lw_jax.slurm import cluster_profile
-from lw_jax.slurm.cluster_profile import Limit, Site, clock
+from lw_jax.slurm.cluster_profile import Duration, Site, clock
 from lw_jax.slurm.past_runs import Record
 
 MEMORY_FRACTION = 0.92  # of a GPU, for XLA; the rest is for CUDA, NCCL and cuBLAS: chosen, not measured
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job(Duration):
     """One training run on so many GPUs of so many nodes."""
 
     name: str
@@ -28,12 +28,8 @@ class Job:
     nodes: int
     gpus: int  # of one node
     host_memory_bytes: int  # of one node
-    hours: float
-    step_seconds: float
-    checkpoint_seconds: float  # between two checkpoints
     memory_fraction: float  # of each card, for XLA
     origin: str  # one line: the plan behind the numbers
-    basis: str = "predicted"  # one line: the source of the hours
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,16 +111,6 @@ def _time(plan: Plan, *, steps: int, requested: float | None, record: Record | N
     return hours, basis
 
 
-def limit(job: Job, site: Site) -> Limit:
-    return cluster_profile.limit(
-        job.hours,
-        step_seconds=job.step_seconds,
-        checkpoint_seconds=job.checkpoint_seconds,
-        basis=job.basis,
-        site=site,
-    )
-
-
 def describe_limit(job: Job, site: Site) -> str:
-    time_limit = limit(job, site)
+    time_limit = cluster_profile.limit(job, site)
     return f"time limit {clock(time_limit.minutes)}: {time_limit.description}"

@@ -12,8 +12,8 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.runtime import REQUEUE
 from lw_jax.hub import sources
 from lw_jax.slurm import cluster_profile
-from lw_jax.slurm.cluster_profile import PORTABLE, Site, clock
-from lw_jax.slurm.job import Job, clean_name, limit
+from lw_jax.slurm.cluster_profile import PORTABLE, Site, clock, limit
+from lw_jax.slurm.job import Job, clean_name
 
 # Chosen, not measured.
 MEMORY_MARGIN = 1.25

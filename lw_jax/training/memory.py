@@ -11,6 +11,8 @@ from lw_jax.training import train_step
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
 
+Programs = Mapping[str, tuple[Any, train_step.Part]]  # each compiled
+
 
 @dataclasses.dataclass(frozen=True)
 class StepMemory:
@@ -24,9 +26,7 @@ class StepMemory:
     batch: int
     activations: int  # the rest: temporaries of the programs, gradients and logits included
     by_mesh: tuple[int, ...]  # peak of each mesh's devices, the trainable mesh first
-    programs: Mapping[str, tuple[Any, train_step.Part]] = dataclasses.field(
-        default_factory=dict, compare=False, repr=False
-    )
+    programs: Programs = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
     def peak(self) -> int:
@@ -47,35 +47,44 @@ def measure(step_spec: StepSpec, widths: Tree, accumulation: int, *, compile: Co
     parts = step_spec.lower(widths, accumulation)
     compiled = {name: (compile(part.lowered), part) for name, part in parts.items()}
     state, batch = step_spec.state, step_spec.batch(widths, accumulation)
-    learner, nothing = step_spec.placement.learner, dict.fromkeys(("trainable", "optimizer", "batch"), 0)
-    # Bytes that stay on a device between programs.
-    resident = {mesh: {"weights": size, **nothing} for mesh, size in step_spec.frozen_bytes().items()}
-    resident[learner] |= {
-        "trainable": place.device_bytes(state["trainable"]),
-        "optimizer": place.device_bytes(state["opt_state"]),
-        "batch": place.device_bytes({key: value for key, value in batch.items() if key != "readers"}),
-    }
+    learner, stays = step_spec.placement.learner, resident(step_spec)
+    stays[learner]["batch"] += place.device_bytes({key: value for key, value in batch.items() if key != "readers"})
     for name, component in step_spec.placement.readers.items():
-        here = resident[component.mesh]
+        here = stays[component.mesh]
         here["batch"] += place.device_bytes(batch["readers"][name])
-        if step_spec.placement.on_several_meshes and component.mesh != learner:
+        if component.mesh != learner:
             here["trainable"] += place.device_bytes(step_spec.recipe.part(name, state["trainable"]))
-    donated = place.device_bytes(state)
-    fixed = [sum(resident[mesh].values()) for mesh in step_spec.placement.meshes]
-    working = [_working(compiled, mesh, donated) for mesh in step_spec.placement.meshes]
-    peaks = [stays + most for stays, most in zip(fixed, working, strict=True)]
-    fullest = peaks.index(max(peaks))
+    working = {mesh: _working(compiled, mesh, place.device_bytes(state)) for mesh in stays}
+    return of_step(step_spec.cut(accumulation), stays, working, compiled)
+
+
+def resident(step_spec: StepSpec) -> dict[Mesh, dict[str, int]]:
+    """Returns the bytes that stay on a device of each mesh between programs, by field of `StepMemory`; no batch."""
+    nothing = dict.fromkeys(("trainable", "optimizer", "batch"), 0)
+    sizes = {mesh: {"weights": size, **nothing} for mesh, size in step_spec.frozen_bytes().items()}
+    state, learner = step_spec.state, sizes[step_spec.placement.learner]
+    learner["trainable"] = place.device_bytes(state["trainable"])
+    learner["optimizer"] = place.device_bytes(state["opt_state"])
+    return sizes
+
+
+def of_step(
+    cut: place.Cut, stays: Mapping[Mesh, dict[str, int]], working: Mapping[Mesh, int], programs: Programs
+) -> StepMemory:
+    """Returns the memory of a step by what stays on each mesh's devices and what is at work there beside it."""
+    peaks = {mesh: sum(parts.values()) + working[mesh] for mesh, parts in stays.items()}
+    fullest = max(peaks, key=lambda mesh: peaks[mesh])
     return StepMemory(
-        micro_batch=step_spec.cut(accumulation).micro_batch,
-        accumulation=accumulation,
-        **resident[step_spec.placement.meshes[fullest]],
+        micro_batch=cut.micro_batch,
+        accumulation=cut.accumulation,
+        **stays[fullest],
         activations=working[fullest],
-        by_mesh=tuple(peaks),
-        programs=compiled,
+        by_mesh=tuple(peaks.values()),
+        programs=programs,
     )
 
 
-def _working(compiled: Mapping[str, tuple[Any, train_step.Part]], mesh: Mesh, state: int) -> int:
+def _working(compiled: Programs, mesh: Mesh, state: int) -> int:
     """Returns the peak of one mesh's programs beyond its resident bytes; `state` is the size of the donated state.
 
     With separate readers the outputs of the shared part (latents and residuals) live until its backward pass, gradient

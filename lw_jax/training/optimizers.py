@@ -1,6 +1,7 @@
 """Optimizer from tables over parameter paths: trainable leaves, learning rate multipliers, weight decay, schedule."""
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Hashable, Sequence
@@ -8,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from lw_jax.core import config
@@ -60,13 +60,10 @@ def schedule(cfg: config.Optim, phases: Sequence[Phase]) -> optax.Schedule:
                 0.0 if warmup else peak, peak, warmup, max(phase.steps, warmup + 1), peak * cfg.end_fraction
             )
         )
-
-    def rate(count: jax.Array) -> jax.Array:
-        number, inside = _locate(phases, count)
-        # Counted from 1 inside a phase: the first step of a warm-up has a rate above 0.
-        return jnp.stack([curve(inside.astype(jnp.float32) + 1.0) for curve in curves])[number]
-
-    return lambda count: rate(jnp.asarray(count, jnp.int32))
+    # Counted from 1 inside a phase: the first step of a warm-up has a rate above 0.
+    from_one = [lambda count, curve=curve: curve(count + 1.0) for curve in curves]
+    joined = optax.join_schedules(from_one, _ends(phases))
+    return lambda count: joined(jnp.asarray(count, jnp.float32))
 
 
 def matrix_axes(path: str, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -138,13 +135,8 @@ def make(
         _scale_by(rows, table, phases),
         optax.scale_by_learning_rate(schedule(cfg, phases)),
     )
-
-    def update(updates: Tree, state: optax.OptState, params: Tree | None = None, **extra: Any):
-        # optax raises floats to integer step counts, which the strict promotion of our tests would refuse.
-        with jax.numpy_dtype_promotion("standard"):
-            return whole.update(updates, state, params, **extra)
-
-    return optax.GradientTransformation(whole.init, update)
+    # optax raises floats to integer step counts, which the strict promotion of our tests would refuse.
+    return optax.GradientTransformation(whole.init, jax.numpy_dtype_promotion("standard")(whole.update))
 
 
 def _in_phases(
@@ -156,7 +148,7 @@ def _in_phases(
 
     def training(step: jax.typing.ArrayLike, **extra: Any) -> jax.Array:
         del extra
-        return jnp.asarray(trains)[_locate(phases, jnp.asarray(step))[0]]
+        return jnp.asarray(trains)[_locate(phases, jnp.asarray(step))]
 
     return optax.conditionally_mask(inner, training)
 
@@ -170,8 +162,7 @@ def _scale_by(rows: Tree, table: Sequence[Sequence[float]], phases: Sequence[Pha
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None):
         del params
-        number, _ = _locate(phases, jnp.asarray(state.count))
-
+        number = _locate(phases, jnp.asarray(state.count))
         scaled = jax.tree.map(
             lambda update, row: update * jnp.asarray(table[row], jnp.float32)[number] if any(table[row]) else update,
             updates,
@@ -182,8 +173,11 @@ def _scale_by(rows: Tree, table: Sequence[Sequence[float]], phases: Sequence[Pha
     return optax.GradientTransformation(init, update)
 
 
-def _locate(phases: Sequence[Phase], count: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the phase of a step and the steps before it in that phase; the last phase has no end."""
-    ends = np.cumsum([phase.steps for phase in phases])[:-1].astype(np.int32)
-    number = jnp.sum(count >= jnp.asarray(ends), dtype=jnp.int32)
-    return number, count - jnp.asarray(np.concatenate([[0], ends]).astype(np.int32))[number]
+def _ends(phases: Sequence[Phase]) -> list[int]:
+    """Returns the step after each phase; the last one has no end."""
+    return list(itertools.accumulate(phase.steps for phase in phases[:-1]))
+
+
+def _locate(phases: Sequence[Phase], count: jax.Array) -> jax.Array:
+    """Returns the number of a step's phase."""
+    return jnp.sum(count >= jnp.asarray(_ends(phases), jnp.int32), dtype=jnp.int32)

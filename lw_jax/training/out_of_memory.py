@@ -6,8 +6,11 @@ from typing import TypeVar
 
 import jax
 
+from lw_jax.core import processes
+from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from sharding import place
+from sharding.placement import Placement
 
 _T = TypeVar("_T")
 
@@ -33,13 +36,21 @@ def halved(size: int, multiple: int) -> int:
 
 
 class HalvingBatch:
-    """Batch size of a computation without side effects, halved until the computation fits into memory.
+    """eval.batch of a computation without side effects, halved until the computation fits into memory.
 
-    The size that fitted is kept for the next computation. `multiple` divides it: the data axis.
+    The size that fitted is kept for the next computation. The data axis divides it.
     """
 
-    def __init__(self, size: int, *, multiple: int, say: Callable[[str], None]):
-        self.size, self._multiple, self._say = size, multiple, say
+    def __init__(self, cfg: Config, placement: Placement, *, say: Callable[[str], None]):
+        self.size, self._multiple, self._say = place.round_up(cfg.eval.batch, placement.data), placement.data, say
+
+    def fit(self, largest: int) -> bool:
+        """Takes what the first process found to fit, the smallest for 0; returns whether that is less.
+
+        To be done before the start: several processes cannot agree on another size where memory runs out.
+        """
+        before, self.size = self.size, processes.from_first(lambda: largest or self._multiple)
+        return self.size < before
 
     def run(self, compute: Callable[[int], _T]) -> _T:
         """Returns `compute(size)`; repeats it with half the size each time that memory runs out.

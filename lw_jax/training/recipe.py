@@ -7,7 +7,7 @@ between recipes are behind this class.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -16,6 +16,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.types import LossTerms, Tree
 from lw_jax.data.data_schedule import DataSchedule, Stream
 from lw_jax.training.optimizers import Rates
+from sharding import place
 from sharding.placement import Placement
 
 
@@ -53,6 +54,8 @@ class Recipe:
     has_alarm = False  # `collapse` judges its validations
     splits_computation = True  # over a model axis, as its readers' weights; False: estimates have a device do all of it
     has_branches = False  # the loss is `share` and a `branch` per reader, so that readers can be on other devices
+    _abstract: Any  # `Weights`, cached properties of a recipe: the planner asks some hundred times
+    _shardings: Any
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
         self.cfg, self.placement, self.outline = cfg, placed, outline
@@ -76,13 +79,11 @@ class Recipe:
         """Returns both trees as NamedShardings, each component on its mesh."""
         return self._shardings
 
-    @functools.cached_property  # the planner asks some hundred times
-    def _abstract(self) -> Weights:
-        raise NotImplementedError
-
-    @functools.cached_property
-    def _shardings(self) -> Weights:
-        raise NotImplementedError
+    def placed(self) -> Weights:
+        """Returns both trees as ShapeDtypeStructs with their shardings."""
+        shapes, shardings = self.abstract(), self.shardings()
+        trainable = place.place_shapes(shapes.trainable, shardings.trainable)
+        return Weights(trainable, place.place_shapes(shapes.frozen, shardings.frozen))
 
     def build(self, frozen: Tree | None = None) -> Weights:
         """Initialises the trainable tree and loads the frozen one unless given, both sharded."""

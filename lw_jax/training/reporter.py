@@ -60,15 +60,14 @@ class Reporter:
     def open_logs(self, first: int, *, revalidate: bool) -> Iterator[None]:
         """Opens the metrics logs without rows beyond step `first` and restarts the clock."""
         self._logs, self.clock = [], metrics.Clock(first, self._train.steps)
-        if self._workdir is None or not self._is_first_process:
-            yield
-            return
-        self._logs = [metrics.MetricsLog(self._workdir / "metrics.jsonl", resumed_step=first, revalidate=revalidate)]
-        if "tensorboard" not in self._train.log_to:
-            yield
-            return
-        with sinks.TensorBoard(self._workdir / "tensorboard", resumed_step=first) as board:
-            self._logs.append(board)
+        folder = self._workdir if self._is_first_process else None
+        with contextlib.ExitStack() as stack:
+            if folder:
+                file = folder / "metrics.jsonl"
+                self._logs = [metrics.MetricsLog(file, resumed_step=first, revalidate=revalidate)]
+            if folder and "tensorboard" in self._train.log_to:
+                board = sinks.TensorBoard(folder / "tensorboard", resumed_step=first)
+                self._logs.append(stack.enter_context(board))
             yield
 
     def log(self, step: int, values: dict[str, float]) -> None:

@@ -55,23 +55,20 @@ class StepSpec:
         """Returns the bytes of frozen weights on one device of each mesh."""
         sizes = dict.fromkeys(self.placement.meshes, 0)
         for name, part in self.frozen.items():
-            sizes[self.placement.learner if name == SHARED else self.placement.readers[name].mesh] += (
-                place.device_bytes(part)
-            )
+            mesh = self.placement.learner if name == SHARED else self.placement.readers[name].mesh
+            sizes[mesh] += place.device_bytes(part)
         return sizes
 
     @functools.cached_property
     def state(self) -> State:
-        shapes = self.recipe.abstract().trainable
-        trainable = place.place_shapes(shapes, self.recipe.shardings().trainable)
-        replicated = place.whole(self.placement.learner)
-        opt_state = _place_optimizer_state(jax.eval_shape(self.optimizer.init, shapes), trainable, replicated)
+        trainable, replicated = self.recipe.placed().trainable, place.whole(self.placement.learner)
+        opt_state = _place_optimizer_state(jax.eval_shape(self.optimizer.init, trainable), trainable, replicated)
         step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
         return {"trainable": trainable, "opt_state": opt_state, "step": step}
 
     @functools.cached_property
     def frozen(self) -> Tree:
-        return place.place_shapes(self.recipe.abstract().frozen, self.recipe.shardings().frozen)
+        return self.recipe.placed().frozen
 
     def batch(self, widths: Tree, accumulation: int) -> Tree:
         """Returns an abstract global batch [a b ...]; `widths` is one example's shapes, without the batch axis."""

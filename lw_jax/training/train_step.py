@@ -112,12 +112,9 @@ class Staged:
                 for name, (grads, _) in branches.items():
                     back = jax.vjp(functools.partial(recipe.part, name), state["trainable"])[1]
                     gradients = _add(gradients, back(grads)[0])
-                return gradients, merge(branches)
+                return gradients, functools.reduce(operator.add, (terms for _, terms in branches.values()))
 
             return _apply(optimizer, state, *home.sum(home.map(combine)(gradients, branches)))
-
-        def merge(branches: dict[str, tuple[Tree, LossTerms]]) -> LossTerms:
-            return functools.reduce(operator.add, (terms for _, terms in branches.values()))
 
         self._share, self._pull = jax.jit(share), jax.jit(pull)
         self._branch = jax.jit(branch, static_argnums=0)

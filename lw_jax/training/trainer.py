@@ -115,11 +115,8 @@ class Run:
         if self.checkpointer is None:  # such a run does not validate
             return
         needs = evaluation_memory.of(evaluation_memory.validation(self.step_spec), limit)
-        # From its start: several processes cannot agree on another one where memory runs out.
-        size = processes.from_first(lambda: needs.largest)
-        if size < needs.batch:
-            self.validation_loop.take(size or self.placement.data)
-            taken = "takes it" if size else "tries that"
+        if self.validation_loop.batch.fit(needs.largest) or not needs.largest:
+            taken = "takes it" if needs.largest else "tries that"
             self.reporter.say(f"{needs.description}; the run {taken}; the metrics stay the same")
 
     def _restore_or_initialise(self, session: _Session) -> None:

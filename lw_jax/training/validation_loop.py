@@ -20,13 +20,7 @@ class ValidationLoop:
 
     def __init__(self, step_spec: StepSpec, *, say: Callable[[str], None]):
         self._step_spec = step_spec
-        placement = step_spec.placement
-        batch = place.round_up(step_spec.cfg.eval.batch, placement.data)
-        self._batch = out_of_memory.HalvingBatch(batch, multiple=placement.data, say=say)
-
-    def take(self, batch: int) -> None:
-        """Takes batches of at most so many examples, a multiple of the data axis, instead of eval.batch."""
-        self._batch.size = min(self._batch.size, batch)
+        self.batch = out_of_memory.HalvingBatch(step_spec.cfg, step_spec.placement, say=say)
 
     def measure(
         self, trainable: Tree, frozen: Tree, stop_requested: Callable[[], bool] = lambda: False
@@ -38,7 +32,7 @@ class ValidationLoop:
         Raises:
           OutOfMemory: not even the smallest batch fits.
         """
-        return self._batch.run(lambda size: self._measure(trainable, frozen, size, stop_requested))
+        return self.batch.run(lambda size: self._measure(trainable, frozen, size, stop_requested))
 
     def describe_data(self) -> list[str]:
         """Reads the held-out data; returns lines about the first set. Raises UserError where it cannot be used."""

@@ -44,17 +44,9 @@ def test_cut_holds_the_batch_and_as_little_filling_as_its_accumulation_allows(
     assert not any(place.Cut(other, data_axis, found.accumulation).filling for other in found.full_batches)
 
 
-@pytest.mark.parametrize(
-    ("global_batch", "micro_batch", "data_axis", "words"),
-    [
-        (2, 0, 8, "mesh.data=2, or global_batch 8 or more"),
-        (0, 0, 1, "at least 1"),
-        (8, -1, 1, "at least 0"),
-    ],
-)
-def test_cut_that_leaves_a_device_without_examples_is_refused(global_batch, micro_batch, data_axis, words):
-    with pytest.raises(PlacementError, match=words):
-        place.cut(global_batch=global_batch, micro_batch=micro_batch, data_axis=data_axis)
+def test_cut_that_leaves_a_device_without_examples_is_refused():
+    with pytest.raises(PlacementError, match="mesh.data=2, or global_batch 8 or more"):
+        place.cut(global_batch=2, micro_batch=0, data_axis=8)
 
 
 @pytest.mark.parametrize(
@@ -100,15 +92,6 @@ def test_batch_is_whole_along_the_model_axis():
     placed = place.put_batch(make_batch(8), mesh_of(2, 4), accumulation=2)
     assert placed["index"].sharding.shard_shape((2, 4)) == (2, 2)
     assert len(placed["index"].sharding.device_set) == 8
-
-
-def test_batch_that_does_not_divide_is_refused_with_its_path():
-    with pytest.raises(PlacementError, match=r"batch/index \(10,\): 10 examples do not divide over mesh axis data=4"):
-        place.put_eval(make_batch(10), mesh_of(4))
-    with pytest.raises(PlacementError, match=r"batch/index \(2, 5\): 5 examples do not divide"):
-        place.put_batch(make_batch(10), mesh_of(4), accumulation=2)
-    with pytest.raises(PlacementError, match=r"batch/index \(10,\): 10 examples do not divide into 3 micro-batches"):
-        place.put_batch(make_batch(10), mesh_of(1), accumulation=3)
 
 
 def test_device_bytes_counts_the_share_of_one_device():

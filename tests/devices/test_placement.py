@@ -59,7 +59,7 @@ def test_single_takes_the_first_device_however_many_there_are(count):
 LAYOUTS = [
     ("tensor", 3, {"model": 3}, dict.fromkeys(PAIR, ([[0, 1, 2]], "tensor"))),
     ("tensor", 6, {"model": 3}, dict.fromkeys(PAIR, ([[0, 1, 2], [3, 4, 5]], "tensor"))),
-    ("tensor", 8, {"data": 1, "model": -1}, dict.fromkeys(PAIR, ([[0, 1, 2, 3, 4, 5, 6, 7]], "tensor"))),
+    ("tensor", 8, {"data": 1, "model": 8}, dict.fromkeys(PAIR, ([[0, 1, 2, 3, 4, 5, 6, 7]], "tensor"))),
     ("split", 2, {}, {"llama": ([[0]], "replicate"), "qwen": ([[1]], "replicate")}),
     ("split", 6, {}, {"llama": ([[0], [1], [2]], "replicate"), "qwen": ([[3], [4], [5]], "replicate")}),
     ("split", 8, {"model": 2}, {"llama": ([[0, 1], [2, 3]], "tensor"), "qwen": ([[4, 5], [6, 7]], "tensor")}),

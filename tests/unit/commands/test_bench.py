@@ -131,8 +131,10 @@ def test_a_language_models_tokenizer_is_fetched_only_when_asked_for(tmp_path, mo
 )
 def test_a_token_s_time_is_told_only_where_the_long_answer_took_longer(tokens, medians, told, wire, monkeypatch):
     spec = dataclasses.replace(wire.cfg, eval=dataclasses.replace(wire.cfg.eval, max_new_tokens=tokens))
-    monkeypatch.setattr(wire.recipe, "cfg", spec)
-    row = rows.answer_row(wire.recipe, "llama", CEILINGS, medians)
+    monkeypatch.setattr(wire, "cfg", spec)
+    spreads = [Spread(seconds, seconds, seconds, 1) for seconds in medians]
+    monkeypatch.setattr(wire, "costs", lambda weights, calls: [{"seconds": spread} for spread in spreads])
+    row, _ = wire.measure("answer")
     assert ("a token of all" in row.what) == told and ("a token of all 50.0 ms" in row.what) == told
 
 

@@ -114,7 +114,7 @@ def test_bytes_are_those_of_the_compiled_program(model, root, tmp_path):
     found = {}
     for layers in ("stacked", "unstacked"):
         recipe = recipes.make(tiny.change(cfg, eval__layers=layers), placed, outline=True)
-        prompts, params = workload.prompts(recipe, "llama"), workload.reader(recipe, "llama")
+        prompts, params = workload.prompts(recipe, "llama"), recipe.placed().frozen["llama"]
         generate = jax.jit(
             lambda params, prompts, own=recipe: own.wire.generate(params, "llama", Prompt(*prompts), max_new_tokens=4)
         )

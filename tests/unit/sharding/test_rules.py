@@ -83,7 +83,6 @@ def test_table_that_leaves_a_leaf_out_or_has_a_row_for_none_is_refused(tree, tab
             "row 1 '.*'; choose another size of the axis or another placement",
         ),
         ((4, 2), (4, 3), P(("data", "model")), "llms/k (4, 3): dim 0 (4) does not divide mesh axis data=4 x model=2"),
-        ((2, 2), (4, 6), P("heads"), "names axis 'heads', the mesh has data, model"),
         ((2, 1), (6,), P(None, "data"), "names 2 dims of 1"),
     ],
 )
@@ -123,8 +122,3 @@ def test_tensor_table_keeps_heads_whole_that_do_not_divide_but_splits_the_mlp():
     assert placed["layers/q"] == placed["layers/o"] == placed["layers/k"] == placed["layers/q_bias"] == P()
     assert placed["layers/up"] == P(None, "model")
     assert placed["embed"] == P(None, "model")
-
-
-def test_unknown_placement_is_refused_naming_the_choices():
-    with pytest.raises(PlacementError, match="'split' is not one of replicate, fsdp, tensor"):
-        reader_table("split")

@@ -14,8 +14,8 @@ from lw_jax.core import command_line, config, config_file, validation
 from lw_jax.core.errors import UserError
 from lw_jax.planning import placement_search, plans
 from lw_jax.planning.plans import StepCandidate, StepPlan
-from lw_jax.slurm.cluster_profile import Site
-from lw_jax.slurm.job import MEMORY_FRACTION, Job, Request, limit, make_job
+from lw_jax.slurm.cluster_profile import Site, limit
+from lw_jax.slurm.job import MEMORY_FRACTION, Job, Request, make_job
 from sharding import placement as placements
 from tests.unit.slurm.test_cluster_profile import SITE
 

@@ -72,7 +72,7 @@ def test_a_plan_and_a_run_say_so(root):
     recipe = recipes.make(cfg, program.placement)
     run = trainer.Run(cfg, recipe, cast(Checkpointer, object()), None)
     run._choose_micro_batch(recipe.data_schedule())
-    assert run.validation_loop._batch.size == 1024, "from the start: several processes cannot halve it later"
+    assert run.validation_loop.batch.size == 1024, "from the start: several processes cannot halve it later"
 
 
 @pytest.mark.parametrize("kind", [tiny.make_config, tiny.make_ttt_config])
