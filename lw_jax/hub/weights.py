@@ -65,8 +65,6 @@ def describe(location: Path) -> DecoderConfig:
     require_gguf(location)
     catalogue, metadata = list_tensors(location), read_header(location).metadata
     factors = catalogue.get("rope_freqs.weight")
-    if factors is not None and (factors.kind != "F32" or len(factors.shape) != 1):
-        raise UserError(f"{factors.label} is {factors.kind} {factors.shape}, a vector of F32 is read; {_FETCH}")
     fields = gguf_family.hf_fields(
         metadata,
         {name: stored.shape for name, stored in catalogue.items()},
