@@ -1,5 +1,6 @@
 """One ConfigDict from `--config FILE[:recipe]` and `--config.section.key=value`; free of JAX."""
 
+import ast
 import importlib.util
 import inspect
 import re
@@ -10,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from lw_jax.core.config import Values, flatten, suggest, tuple_elements
 from lw_jax.core.errors import UserError
@@ -112,24 +112,20 @@ def override(config: ConfigDict, assignments: Mapping[str, str]) -> None:
             raise UserError(f"--config.{path}={text:.40}...: a value of {len(text):,} characters, {rule}")
         element = elements.get(path, str) if isinstance(flat[path], tuple) else None
         try:
-            _set(config, path, text, element=element)
-        except (flags.Error, *_UNREADABLE) as error:
+            config.update_from_flattened_dict({path: _parse(text, type(flat[path]), element)})
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
             kind = f"tuple of {element.__name__}" if element else type(flat[path]).__name__
             raise UserError(f"--config.{path}={text}: must be of type {kind}, as {flat[path]!r}.") from error
 
 
-# Raised by int(), by float() and by ast.literal_eval, with which absl parses tuples.
-_UNREADABLE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
-
-
-def _set(config: ConfigDict, path: str, text: str, *, element: type | None) -> None:
-    """Sets one value in place, parsed as the type that it replaces; `element` makes one of a tuple's from a word."""
-    if element is not None and not text.startswith("("):
-        text = repr(tuple(element(word) for word in text.split(",") if word))
-    argv = ["run.py", f"--config.{path}={text}"]
-    values = flags.FlagValues()
-    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv, lock_config=False)
-    values(argv)
+def _parse(text: str, kind: type, element: type | None) -> Any:
+    """Returns a value of the kind that it replaces; a tuple as Python writes it, or as words with commas between."""
+    if element is None:
+        return kind(text)
+    if not text.startswith("("):
+        return tuple(element(word) for word in text.split(",") if word)
+    value = ast.literal_eval(text)
+    return value if isinstance(value, tuple) else (value,)
 
 
 def set_aside(config: ConfigDict, base: Values, paths: Sequence[str]) -> dict[str, Any]:
