@@ -78,15 +78,16 @@ class Encoded:
         return len(self.examples)
 
     def collate(
-        self, indices: Sequence[int], *, rows: Iterable[str] | None = None, channel: np.ndarray | None = None
+        self, indices: Sequence[int], *, rows: Iterable[str] | None = None, sizes: np.ndarray | None = None
     ) -> Batch:
         """Returns the Batch of docs/architecture.md with all encoded prompt rows, or only the named ones.
 
-        `channel` i32[b 3]: slots, width and bits of each example's message; None: by `ratio`, whole and exact.
+        `sizes` i32[b 4]: ratio, slots, width and bits of each example's message; 0: by `ratio`, whole and exact.
         """
-        if channel is None:
-            channel = np.tile(np.array([self.slots, self.width, EXACT], np.int32), (len(indices), 1))
-            channel[:, 0] = self.count_slots(indices)
+        ratio, slots, width, bits = np.zeros((4, len(indices)), np.int32) if sizes is None else sizes.T
+        counts = self.count_slots(indices, np.where(ratio, ratio, self.ratio))
+        columns = [np.where(slots, slots, counts), np.where(width, width, self.width), np.where(bits, bits, EXACT)]
+        channel = np.stack(columns, axis=1).astype(np.int32)
         wanted = set(PROMPT_FIELDS if rows is None else rows)
         readers = {}
         for name, fields in self.readers.items():
@@ -166,13 +167,12 @@ def other_examples(examples: Sequence[Example]) -> list[int]:
 def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] = ()) -> Encoded:
     """Returns the examples as token ids, with those of `core.eval_rows.PROMPT_FIELDS` that `rows` names.
 
-    Examples without answers become prompts: batches without answer fields. An example is dropped for all readers or
-    for none. Raises UserError for an overlong context under data.overlong="refuse", and when no example is left.
+    All examples have answers, or none: these become prompts, batches without answer fields. An example is dropped for
+    all readers or for none. Raises UserError for an overlong context under data.overlong="refuse", and when no example
+    is left.
     """
     drops = DropCounts([example.id for example in examples])
     answered = any(example.answers for example in examples)
-    if not all(bool(example.answers) == answered for example in examples):
-        raise UserError("some examples have answers and some have none; encode them separately")
     source = read_source([example.context for example in examples], layout, drops)
     passes = {name: ReaderPass(name, reader, layout, drops) for name, reader in layout.readers.items()}
     slots = layout.count_slots(source).tolist()
