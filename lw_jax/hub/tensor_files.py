@@ -144,8 +144,7 @@ def read_safetensors(file: Path) -> dict[str, Stored]:
             length = int.from_bytes(stream.read(8), "little")
             table = json.loads(stream.read(length))
     except SafetensorError as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{file}: {reason}: it is cut off or damaged; {_FETCH}") from error
+        raise UserError(f"{file}: {error}: it is cut off or damaged; {_FETCH}") from error
     table.pop("__metadata__", None)
     out = {}
     for name, entry in table.items():
