@@ -172,14 +172,9 @@ def shape(cfg: Config) -> dict[str, Any]:
     return values | {"stages": [name for name, _, _ in stages(cfg)]}
 
 
-def digest(values: Config | Values) -> str:
-    """Returns 16 hex digits that are equal for equal values, in any process and on any Python."""
-    plain = flatten(to_dict(values) if isinstance(values, Config) else values)
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def identity(cfg: Config) -> str:
-    return digest(meaning(cfg))
+    """Returns 16 hex digits that are equal for an equal `meaning`, in any process and on any Python."""
+    return hashlib.sha256(json.dumps(meaning(cfg), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def stages(cfg: Config) -> list[tuple[str, Stage, int]]:

@@ -4,11 +4,10 @@ The type, range and choices of a single key are declared with it (`config_sectio
 value, the rule and, where the rule does not say it, the remedy.
 """
 
-import dataclasses
 import re
 from collections.abc import Mapping
 
-from lw_jax.core.config import REMATS, Config, build, split_prompt
+from lw_jax.core.config import REMATS, Config, split_prompt
 from lw_jax.core.config_keys import refuse, suggest
 from lw_jax.core.config_sections import BITS, FIELDS, MEANING, MODEL_AXIS, OWN_DATA, PLACEMENTS
 from lw_jax.core.errors import UserError
@@ -50,8 +49,7 @@ def caching_key(cfg: Config) -> str:
 
 
 def validate(cfg: Config) -> None:
-    """Refuses values that are out of range and combinations that cannot work."""
-    build(dataclasses.asdict(cfg))
+    """Refuses combinations of values that cannot work; `config.build` has refused single values."""
     _check_sources(cfg)
     _check_columns(cfg)
     if cfg.recipe == "ttt":
