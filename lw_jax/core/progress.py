@@ -163,8 +163,8 @@ def _bar(work: _Phase) -> Iterator[None]:
     if _view is None and not _moves(sys.stderr):
         yield
         return
-    own = _View(Console(file=sys.stderr, highlight=False), transient=True) if _view is None else None
-    with own or contextlib.nullcontext(_view) as view:
+    console = Console(file=sys.stderr, highlight=False)
+    with contextlib.nullcontext(_view) if _view else _View(console, transient=True) as view:
         bar = view.add_task("", total=work.total or None, of=work)
         try:
             yield

@@ -30,28 +30,24 @@ _FAULTS = (
 )
 
 
-def render(template: str, values: Mapping[str, Any], *, where: str, remedy: str) -> str:
-    """Returns the text of a template with these values.
+def render(
+    template: str, turns: Sequence[Mapping[str, Any]], values: Mapping[str, Any], *, where: str, remedy: str
+) -> str:
+    """Returns the text of a template with these turns and values, reasoning under both names that templates read.
 
     Raises:
         UserError: names the source of the template, the fault and the remedy.
     """
-    from transformers.utils.chat_template_utils import _compile_jinja_template  # its public functions take today's date
+    from transformers.utils import chat_template_utils as theirs
 
-    try:
-        return _compile_jinja_template(template).render({**values, "strftime_now": DATE.strftime})
+    messages = theirs._alias_reasoning_fields([dict(turn) for turn in turns])
+    try:  # their public functions take today's date
+        return theirs._compile_jinja_template(template).render(
+            {**values, "messages": messages, "strftime_now": DATE.strftime}
+        )
     except _FAULTS as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{where}: the chat template fails ({reason}); {remedy}") from error
-
-
-def as_given(turns: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns turns as templates are given them: reasoning under both names that templates read."""
-    messages = []
-    for turn in turns:
-        thought = next((turn[key] for key in REASONING if key in turn), None)
-        messages.append(turn if thought is None else {"thinking": thought, **turn, "reasoning_content": thought})
-    return messages
 
 
 class Said(NamedTuple):

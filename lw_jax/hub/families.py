@@ -171,16 +171,12 @@ def list_slots(tree: Tree, rows: Mapping[str, Row], container: str) -> dict[str,
     out = {}
     for name, leaf in leaves.items():
         row, path, stacked = rows[name], tuple(name.split("/")), name.startswith("layers/")
-        shape = _join_heads(leaf.shape[1:] if stacked else leaf.shape, row.split)
+        shape, split = leaf.shape[1:] if stacked else leaf.shape, row.split
+        if split is not None:
+            shape = (*shape[:split], shape[split] * shape[split + 1], *shape[split + 2 :])
         for layer in range(leaf.shape[0]) if stacked else [None]:
             out[getattr(row, container).format(layer)] = Slot(path, layer, shape)
     return out
-
-
-def _join_heads(shape: tuple[int, ...], split: int | None) -> tuple[int, ...]:
-    if split is None:
-        return shape
-    return (*shape[:split], shape[split] * shape[split + 1], *shape[split + 2 :])
 
 
 def parts(name: str) -> tuple[str, ...]:

@@ -44,7 +44,13 @@ class _Index(msgspec.Struct, frozen=True):
 
 def list_tensors(location: Path) -> dict[str, Stored]:
     if not location.is_dir():
-        require_gguf(location)
+        if not location.is_file():
+            raise UserError(f"{location}: no such file or folder")
+        if location.suffix != ".gguf":
+            raise UserError(
+                f"{location}: a reader is a folder with config.json and *.safetensors, or a .gguf file; convert other "
+                "files (.bin, .pt are never opened) with transformers' save_pretrained"
+            )
         return dict(read_header(location).tensors)
     files, promised = _safetensors_files(location)
     catalogue: dict[str, Stored] = {}
@@ -57,16 +63,6 @@ def list_tensors(location: Path) -> dict[str, Stored]:
         if name not in catalogue or catalogue[name].file.name != file_name:
             raise UserError(f"{location}: the index names tensor {name} in {file_name}, which has none; {_FETCH}")
     return catalogue
-
-
-def require_gguf(location: Path) -> None:
-    if not location.is_file():
-        raise UserError(f"{location}: no such file or folder")
-    if location.suffix != ".gguf":
-        raise UserError(
-            f"{location}: a reader is a folder with config.json and *.safetensors, or a .gguf file; convert other "
-            "files (.bin, .pt are never opened) with transformers' save_pretrained"
-        )
 
 
 def weight_files(folder: Path) -> list[Path]:

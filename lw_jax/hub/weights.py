@@ -31,7 +31,6 @@ from lw_jax.hub.tensor_files import (
     list_tensors,
     make_buffer,
     read_tensor,
-    require_gguf,
     same_values,
     write_safetensors,
 )
@@ -62,7 +61,6 @@ def describe(location: Path) -> DecoderConfig:
         file = location / "config.json"
         fields, raw_keys = _read_config(file)
         return families.decoder_config(fields, raw_keys=raw_keys, where=str(file))
-    require_gguf(location)
     catalogue, metadata = list_tensors(location), read_header(location).metadata
     factors = catalogue.get("rope_freqs.weight")
     fields = gguf_family.hf_fields(

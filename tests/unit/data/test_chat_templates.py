@@ -8,7 +8,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.data import chat_templates
 
 TURNS = [{"role": "system", "content": " Be kind. "}, {"role": "user", "content": "Who?\n<b>&"}]
-VALUES = {"messages": TURNS, "add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>"}
+VALUES = {"add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>"}
 
 
 def test_template_asks_transformers_for_a_day_and_is_told_a_fixed_one() -> None:
@@ -16,7 +16,7 @@ def test_template_asks_transformers_for_a_day_and_is_told_a_fixed_one() -> None:
         "{% macro day(form) %}{{ strftime_now(form) }}{% endmacro %}"
         "{{ day('%d %b %Y') }}{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}"
     )
-    written = chat_templates.render(template, VALUES, where="a.gguf", remedy="mend it")
+    written = chat_templates.render(template, TURNS, VALUES, where="a.gguf", remedy="mend it")
     assert written == "26 Jul 2024" + "".join(map(json.dumps, TURNS))
 
 
@@ -35,7 +35,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_fault_of_a_template_is_one_line(name: str) -> None:
     with pytest.raises(UserError) as caught:
-        chat_templates.render(BAD[name], VALUES, where="a.gguf", remedy="mend it")
+        chat_templates.render(BAD[name], TURNS, VALUES, where="a.gguf", remedy="mend it")
     message = str(caught.value)
     assert message.startswith("a.gguf: the chat template") and message.endswith("; mend it")
     assert "\n" not in message and len(message) < 400
