@@ -1,9 +1,9 @@
 """One ConfigDict from `--config FILE[:recipe]` and `--config.section.key=value`; free of JAX."""
 
 import ast
-import importlib.util
 import inspect
 import re
+import runpy
 import sys
 import traceback
 import types
@@ -65,12 +65,7 @@ def load(spec: str, *, root: Path) -> ConfigDict:
         package = types.ModuleType("configs")
         package.__path__ = [str(root / "configs")]
         sys.modules["configs"] = package
-    module_spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
-    loader = module_spec.loader if module_spec else None
-    assert module_spec is not None and loader is not None  # a .py file always has a loader
-    module = importlib.util.module_from_spec(module_spec)
-    _run(file, lambda: loader.exec_module(module))
-    get_config = getattr(module, "get_config", None)
+    get_config = _run(file, lambda: runpy.run_path(str(file))).get("get_config")
     if not callable(get_config):
         raise UserError(f"{file}: it defines no get_config(recipe); start from configs/default.py.")
     if recipe and not inspect.signature(get_config).parameters:
