@@ -100,11 +100,6 @@ def entries(kind: type = Config, prefix: str = "") -> Iterator[Entry]:
             yield Entry(f"{prefix}{field.name}", name, field.default, declared(field), hint)
 
 
-def tuple_elements() -> dict[str, type]:
-    """Returns, by path, the declared type of a tuple's elements: int, float or str. A reader has no tuple."""
-    return {entry.path: typing.get_args(entry.hint)[0] for entry in entries() if typing.get_origin(entry.hint) is tuple}
-
-
 def values_of(cfg: Config) -> Iterator[tuple[str, Any, Key]]:
     """Yields (path, value, what is declared of it) of every key of a configuration."""
     rules = {entry.path: entry.key for entry in entries()}

@@ -7,13 +7,14 @@ import runpy
 import sys
 import traceback
 import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ml_collections import ConfigDict
 
-from lw_jax.core.config import Values, flatten, suggest, tuple_elements
+from lw_jax.core.config import Values, entries, flatten, suggest
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import expand
 
@@ -96,7 +97,7 @@ def override(config: ConfigDict, assignments: Mapping[str, str]) -> None:
     Raises:
       UserError: a path is unknown or a section, or a value has another type.
     """
-    flat, elements = flatten(config), tuple_elements()
+    flat, hints = flatten(config), {entry.path: entry.hint for entry in entries()}
     for path, text in assignments.items():
         if path not in flat:
             section = [key for key in flat if key.startswith(f"{path}.")]
@@ -105,7 +106,7 @@ def override(config: ConfigDict, assignments: Mapping[str, str]) -> None:
         if len(text) > LONGEST:
             rule = f"at most {LONGEST:,} are taken here; write it into a configuration file."
             raise UserError(f"--config.{path}={text:.40}...: a value of {len(text):,} characters, {rule}")
-        element = elements.get(path, str) if isinstance(flat[path], tuple) else None
+        element = typing.get_args(hints[path])[0] if isinstance(flat[path], tuple) else None  # a reader has no tuple
         try:
             config.update_from_flattened_dict({path: _parse(text, type(flat[path]), element)})
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
