@@ -100,11 +100,6 @@ def entries(kind: type = Config, prefix: str = "") -> Iterator[Entry]:
             yield Entry(f"{prefix}{field.name}", name, field.default, declared(field), hint)
 
 
-def tuple_elements() -> dict[str, type]:
-    """Returns, by path, the declared type of a tuple's elements: int, float or str. A reader has no tuple."""
-    return {entry.path: typing.get_args(entry.hint)[0] for entry in entries() if typing.get_origin(entry.hint) is tuple}
-
-
 def values_of(cfg: Config) -> Iterator[tuple[str, Any, Key]]:
     """Yields (path, value, what is declared of it) of every key of a configuration."""
     rules = {entry.path: entry.key for entry in entries()}
@@ -172,14 +167,9 @@ def shape(cfg: Config) -> dict[str, Any]:
     return values | {"stages": [name for name, _, _ in stages(cfg)]}
 
 
-def digest(values: Config | Values) -> str:
-    """Returns 16 hex digits that are equal for equal values, in any process and on any Python."""
-    plain = flatten(to_dict(values) if isinstance(values, Config) else values)
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def identity(cfg: Config) -> str:
-    return digest(meaning(cfg))
+    """Returns 16 hex digits that are equal for an equal `meaning`, in any process and on any Python."""
+    return hashlib.sha256(json.dumps(meaning(cfg), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def stages(cfg: Config) -> list[tuple[str, Stage, int]]:

@@ -1,19 +1,20 @@
 """One ConfigDict from `--config FILE[:recipe]` and `--config.section.key=value`; free of JAX."""
 
-import importlib.util
+import ast
 import inspect
 import re
+import runpy
 import sys
 import traceback
 import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
-from lw_jax.core.config import Values, flatten, suggest, tuple_elements
+from lw_jax.core.config import Values, entries, flatten, suggest
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import expand
 
@@ -65,12 +66,7 @@ def load(spec: str, *, root: Path) -> ConfigDict:
         package = types.ModuleType("configs")
         package.__path__ = [str(root / "configs")]
         sys.modules["configs"] = package
-    module_spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
-    loader = module_spec.loader if module_spec else None
-    assert module_spec is not None and loader is not None  # a .py file always has a loader
-    module = importlib.util.module_from_spec(module_spec)
-    _run(file, lambda: loader.exec_module(module))
-    get_config = getattr(module, "get_config", None)
+    get_config = _run(file, lambda: runpy.run_path(str(file))).get("get_config")
     if not callable(get_config):
         raise UserError(f"{file}: it defines no get_config(recipe); start from configs/default.py.")
     if recipe and not inspect.signature(get_config).parameters:
@@ -101,7 +97,7 @@ def override(config: ConfigDict, assignments: Mapping[str, str]) -> None:
     Raises:
       UserError: a path is unknown or a section, or a value has another type.
     """
-    flat, elements = flatten(config), tuple_elements()
+    flat, hints = flatten(config), {entry.path: entry.hint for entry in entries()}
     for path, text in assignments.items():
         if path not in flat:
             section = [key for key in flat if key.startswith(f"{path}.")]
@@ -110,26 +106,22 @@ def override(config: ConfigDict, assignments: Mapping[str, str]) -> None:
         if len(text) > LONGEST:
             rule = f"at most {LONGEST:,} are taken here; write it into a configuration file."
             raise UserError(f"--config.{path}={text:.40}...: a value of {len(text):,} characters, {rule}")
-        element = elements.get(path, str) if isinstance(flat[path], tuple) else None
+        element = typing.get_args(hints[path])[0] if isinstance(flat[path], tuple) else None  # a reader has no tuple
         try:
-            _set(config, path, text, element=element)
-        except (flags.Error, *_UNREADABLE) as error:
+            config.update_from_flattened_dict({path: _parse(text, type(flat[path]), element)})
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
             kind = f"tuple of {element.__name__}" if element else type(flat[path]).__name__
             raise UserError(f"--config.{path}={text}: must be of type {kind}, as {flat[path]!r}.") from error
 
 
-# Raised by int(), by float() and by ast.literal_eval, with which absl parses tuples.
-_UNREADABLE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
-
-
-def _set(config: ConfigDict, path: str, text: str, *, element: type | None) -> None:
-    """Sets one value in place, parsed as the type that it replaces; `element` makes one of a tuple's from a word."""
-    if element is not None and not text.startswith("("):
-        text = repr(tuple(element(word) for word in text.split(",") if word))
-    argv = ["run.py", f"--config.{path}={text}"]
-    values = flags.FlagValues()
-    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv, lock_config=False)
-    values(argv)
+def _parse(text: str, kind: type, element: type | None) -> Any:
+    """Returns a value of the kind that it replaces; a tuple as Python writes it, or as words with commas between."""
+    if element is None:
+        return kind(text)
+    if not text.startswith("("):
+        return tuple(element(word) for word in text.split(",") if word)
+    value = ast.literal_eval(text)
+    return value if isinstance(value, tuple) else (value,)
 
 
 def set_aside(config: ConfigDict, base: Values, paths: Sequence[str]) -> dict[str, Any]:

@@ -82,11 +82,13 @@ def check(path: str, value: Any, hint: Any, rule: Key) -> Any:
         reason = str(error).partition(" - at ")[0].replace("`", "")
         named = f"; it must be {rule.range}" if rule.range else ""
         refuse(path, value, f"{reason[:1].lower()}{reason[1:]}{named}.")
-    many = isinstance(converted, tuple)
-    for element in converted if many and rule.choices else (converted,) if rule.choices else ():
+    if not rule.choices:
+        return converted
+    elements = converted if isinstance(converted, tuple) else (converted,)
+    for element in elements:
         if element not in rule.choices:
             refuse(path, element, f"must be one of {', '.join(rule.choices)}.{suggest(str(element), rule.choices)}")
-    if many and rule.choices and (not converted and not rule.optional or len(set(converted)) < len(converted)):
+    if len(set(elements)) < len(elements) or not (elements or rule.optional):
         fewest = "none" if rule.optional else "one"
         refuse(path, converted, f"must name {fewest} or more of {', '.join(rule.choices)}, each once.")
     return converted

@@ -1,7 +1,7 @@
 """Every configuration key, once: its default, unit, meaning and range.
 
 Made from these dataclasses are the ConfigDict that users edit (`configs/base.py`), the check of types and values
-(`config.build`, `validation.validate`) and the reference (`python run.py show --keys`).
+(`config.build`) and the reference (`python run.py show --keys`).
 """
 
 import dataclasses

@@ -68,15 +68,16 @@ class Watch:
     A connection that closes without a line is a death. `end` is called once, with a message and the exit code.
     """
 
-    def __init__(self, rank: int, count: int, *, end: Callable[[str, int], None]) -> None:
-        self.rank, self.count, self._end = rank, count, end
+    def __init__(self, step: Step, *, end: Callable[[str, int], None]) -> None:
+        self.step, self.rank, self.count, self._end = step, step.rank, step.count, end
+        self._name = ["latentwire", step.name, str(step.count)]
         self._links: dict[int, socket.socket] = {}  # of the first process: all others; of another one: the first
         self._left: dict[int, int] = {}  # rank -> exit code of those that exited
         self._lock = threading.Lock()
         self._ended = False
         self.waits_for, self.everybody = "", False  # while they meet
 
-    def meet(self, step: Step, seconds: float) -> None:
+    def meet(self, seconds: float) -> None:
         """Connects each process with the first one; afterwards the port is free for JAX's coordinator.
 
         Raises:
@@ -84,7 +85,7 @@ class Watch:
         """
         until = time.monotonic() + seconds
         try:
-            (self._reach_first if self.rank else self._await_others)(step, until)
+            (self._reach_first if self.rank else self._await_others)(until)
         except TimeoutError as error:
             rule = (
                 "the nodes of a job must reach each other, as NCCL needs it too; their logs say why one did not start"
@@ -92,20 +93,22 @@ class Watch:
             raise UserError(
                 f"process {self.rank} of {self.count}: {self.waits_for}, {seconds:g} s long; {rule}"
             ) from error
-        self.everybody, self.waits_for = True, f"all are here, JAX joins them at {step.address}"
+        self.everybody, self.waits_for = True, f"all are here, JAX joins them at {self.step.address}"
 
-    def _await_others(self, step: Step, until: float) -> None:
+    def _await_others(self, until: float) -> None:
         links: dict[int, socket.socket] = {}
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         try:
-            listener = socket.create_server(("", step.port), family=family, dualstack_ipv6=dual, backlog=self.count)
+            listener = socket.create_server(
+                ("", self.step.port), family=family, dualstack_ipv6=dual, backlog=self.count
+            )
         except OSError as error:
             rule = "another program has the port; JAX_COORDINATOR_PORT names another one, the same in all processes"
-            raise UserError(f"{step.address}: {os.strerror(error.errno or 0)}: {rule}") from error
+            raise UserError(f"{self.step.address}: {os.strerror(error.errno or 0)}: {rule}") from error
         with listener:
             while len(links) < self.count - 1:
-                self.waits_for = f"{len(links) + 1} of {self.count} processes are at {step.address}"
+                self.waits_for = f"{len(links) + 1} of {self.count} processes are at {self.step.address}"
                 for link in links.values():
                     _send(link, f"here {self.waits_for}")
                 try:
@@ -118,7 +121,7 @@ class Watch:
                 link.settimeout(NEWS)
                 with contextlib.suppress(OSError):
                     *name, rank = _read_line(link) or [""]
-                    if name == self._name(step) and rank.isdecimal() and 0 < int(rank) < self.count:
+                    if name == self._name and rank.isdecimal() and 0 < int(rank) < self.count:
                         earlier, links[int(rank)] = links.get(int(rank)), link
                         if earlier:  # of a process that was started again
                             earlier.close()
@@ -128,35 +131,32 @@ class Watch:
             self._add(rank, link)
         self._send("begin")
 
-    def _reach_first(self, step: Step, until: float) -> None:
-        self.waits_for = f"for process 0 at {step.address}"
+    def _reach_first(self, until: float) -> None:
+        self.waits_for = f"for process 0 at {self.step.address}"
         while (left := until - time.monotonic()) > 0:
             try:
-                link = socket.create_connection((step.host, step.port), timeout=min(left, NEWS))
+                link = socket.create_connection((self.step.host, self.step.port), timeout=min(left, NEWS))
             except OSError as error:
                 why = error.strerror or str(error)
             else:
-                if self._begins(link, step, left):
+                if self._begins(link, left):
                     self._add(0, link)
                     return
                 link.close()
                 why = "what answered is not process 0 of this step, or has gone"
             if time.monotonic() < until:
-                self.waits_for = f"for process 0 at {step.address}: {why}"
+                self.waits_for = f"for process 0 at {self.step.address}: {why}"
                 time.sleep(0.5)
         raise TimeoutError
 
-    def _begins(self, link: socket.socket, step: Step, seconds: float) -> bool:
+    def _begins(self, link: socket.socket, seconds: float) -> bool:
         with contextlib.suppress(OSError):
             link.settimeout(seconds)
-            _send(link, " ".join([*self._name(step), str(self.rank)]))
+            _send(link, " ".join([*self._name, str(self.rank)]))
             while (fields := _read_line(link))[:1] == ["here"]:
                 self.waits_for = " ".join(fields[1:])
             return fields == ["begin"]
         return False
-
-    def _name(self, step: Step) -> list[str]:
-        return ["latentwire", step.name, str(self.count)]
 
     def leave(self, code: int) -> None:
         """Reports the exit of this process to the others; the first call counts."""

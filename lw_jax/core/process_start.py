@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: stopped on request, everything is saved, run the same command to resume
@@ -14,19 +14,23 @@ INTERRUPTED = 130  # Ctrl-C, as shells report it
 
 
 @contextlib.contextmanager
-def at_once() -> Iterator[None]:
-    """Ends the process with REQUEUE on SIGTERM while it imports, loads models, makes readers or prepares data.
-
-    Unfinished files stay as after a kill and are made again. Ctrl-C interrupts, even where a shell ignores it, as in
-    the training loop, which has its own handlers (`runtime.Preemption`).
-    """
-    handlers = {signal.SIGTERM: _end_at_once, signal.SIGINT: signal.default_int_handler}
+def handling(handlers: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
+    """Handles signals so while it is entered; raises ValueError outside the main thread, where Python allows none."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def at_once() -> contextlib.AbstractContextManager[None]:
+    """Ends the process with REQUEUE on SIGTERM while it imports, loads models, makes readers or prepares data.
+
+    Unfinished files stay as after a kill and are made again. Ctrl-C interrupts, even where a shell ignores it, as in
+    the training loop, which has its own handlers (`runtime.Preemption`).
+    """
+    return handling({signal.SIGTERM: _end_at_once, signal.SIGINT: signal.default_int_handler})
 
 
 def _end_at_once(_number: int, _frame: types.FrameType | None) -> NoReturn:

@@ -35,7 +35,7 @@ _numbers = itertools.count()  # of decisions; all processes make the same ones
 
 def join(step: Step) -> None:
     """Joins the processes of a SLURM step; from here on each ends with REQUEUE when another one is gone."""
-    watch = Watch(step.rank, step.count, end=peers.end)
+    watch = Watch(step, end=peers.end)
 
     def waiting() -> str:
         alone = "" if watch.everybody else f"; where this one is alone: {launcher.ALONE}"
@@ -47,7 +47,7 @@ def join(step: Step) -> None:
 
 def _join(step: Step, watch: Watch) -> None:
     global _watch
-    watch.meet(step, JOIN)
+    watch.meet(JOIN)
     relay = Relay(step.host, step.port) if step.rank else None
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM now, see `agree_on_stops`
     jax.distributed.initialize(

@@ -60,12 +60,13 @@ class Live:
     def __enter__(self) -> Self:
         if self._enabled and _moves(sys.stdout):
             self._view = _View(Console(file=sys.stdout, highlight=False), self._devices)
-            self._view.begin(self._total, self._first)
+            self._steps = self._view.add_task("", total=self._total, completed=self._first, of=None)
+            self._view.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._view is not None:
-            self._view.end()
+            self._view.stop()
             self._view = None
 
     def show_line(self, line: str) -> None:
@@ -76,14 +77,14 @@ class Live:
 
     def advance(self, step: int) -> None:
         if self._view is not None:
-            self._view.move(step)
+            self._view.update(self._steps, completed=step)
 
     def update(self, step: int, text_fields: dict[str, str], seconds_left: float) -> None:
         """Shows a report: the texts in their order, and the time left (NaN: not known yet)."""
         texts = list(text_fields.values())
+        self.advance(step)
         if self._view is not None:
-            self._view.move(step)
-            self._view.show(texts, seconds_left)
+            self._view.texts, self._view.ends = texts, time.monotonic() + seconds_left
         elif self._enabled:
             print("  ".join([f"step {step}/{self._total}", *texts, f"left {duration(seconds_left)}"]), flush=True)
 
@@ -159,23 +160,16 @@ class _Phase:
 
 @contextlib.contextmanager
 def _bar(work: _Phase) -> Iterator[None]:
-    if _view is not None:
-        bar = _view.add(work)
+    if _view is None and not _moves(sys.stderr):
+        yield
+        return
+    console = Console(file=sys.stderr, highlight=False)
+    with contextlib.nullcontext(_view) if _view else _View(console, transient=True) as view:
+        bar = view.add_task("", total=work.total or None, of=work)
         try:
             yield
         finally:
-            _view.remove_task(bar)
-        return
-    if not _moves(sys.stderr):
-        yield
-        return
-    view = _View(Console(file=sys.stderr, highlight=False), transient=True)
-    view.begin()
-    view.add(work)
-    try:
-        yield
-    finally:
-        view.end()
+            view.remove_task(bar)
 
 
 def _seconds() -> float:
@@ -215,8 +209,8 @@ class _View(Progress):
 
     def __init__(self, console: Console, devices: Callable[[], list[str]] | None = None, *, transient: bool = False):
         self._devices = devices  # before all else: Progress draws itself while it is made
-        self._texts: list[str] = []
-        self._ends = math.nan  # on the monotonic clock
+        self.texts: list[str] = []
+        self.ends = math.nan  # on the monotonic clock
         super().__init__(
             _Says(Column(no_wrap=True)),  # the bars shrink, not the time left
             BarColumn(bar_width=None),
@@ -229,32 +223,21 @@ class _View(Progress):
             transient=transient,
         )
 
-    def begin(self, total_steps: int = 0, first_step: int = 0) -> None:
+    def start(self) -> None:
         global _view
-        if self._devices is not None:
-            self._steps = self.add_task("", total=total_steps, completed=first_step, of=None)
         _view = self
-        self.start()
+        super().start()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         global _view
         _view = None
-        self.stop()
-
-    def add(self, work: _Phase):
-        return self.add_task("", total=work.total or None, of=work)
-
-    def move(self, step: int) -> None:
-        self.update(self._steps, completed=step)
-
-    def show(self, texts: list[str], seconds_left: float) -> None:
-        self._texts, self._ends = texts, time.monotonic() + seconds_left
+        super().stop()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield self.make_tasks_table(self.tasks)
         if self._devices is None:
             return
-        left = self._ends - time.monotonic()
+        left = self.ends - time.monotonic()
         left = left if math.isnan(left) else max(0.0, left)
-        for texts in (self._texts, [*self._devices(), f"left {duration(left)}"]):
+        for texts in (self.texts, [*self._devices(), f"left {duration(left)}"]):
             yield Columns([Text(text, no_wrap=True) for text in texts], padding=(0, 2))

@@ -1,13 +1,13 @@
 """Runtime of a process: distributed start, devices, compile cache, preemption."""
 
+import contextlib
 import math
 import os
 import signal
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import jax
 
@@ -110,7 +110,7 @@ def enable_compile_cache(folder: Path) -> None:
         jax.config.update(_LEAST.lower(), math.inf)
 
 
-class Preemption:
+class Preemption(contextlib.ExitStack):
     """Turns SIGTERM and the first Ctrl-C into a flag that the training loop reads after each step.
 
     One process: the handlers set the flag; a second Ctrl-C raises KeyboardInterrupt at once. Several processes: JAX's
@@ -118,24 +118,17 @@ class Preemption:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._calls = 0
         self._signal: int | None = None
-        self._previous: dict[int, Callable[..., Any] | int | None] = {}
 
     def __enter__(self) -> Self:
-        """Installs the handlers; raises ValueError outside the main thread, where Python allows none."""
         if jax.process_count() == 1:
-            self._previous = {
-                number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)
-            }
+            handling = process_start.handling({signal.SIGTERM: self._receive, signal.SIGINT: self._receive})
+            self.enter_context(handling)
         else:
             processes.agree_on_stops()
         return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._previous = {}
 
     def requested(self, step: int) -> bool:
         """Says whether to save and stop after `step`; every process calls it equally often and gets the same answer."""

@@ -4,13 +4,12 @@ The type, range and choices of a single key are declared with it (`config_sectio
 value, the rule and, where the rule does not say it, the remedy.
 """
 
-import dataclasses
 import re
 from collections.abc import Mapping
 
-from lw_jax.core.config import REMATS, Config, build, split_prompt
+from lw_jax.core.config import REMATS, Config, split_prompt
 from lw_jax.core.config_keys import refuse, suggest
-from lw_jax.core.config_sections import BITS, FIELDS, MEANING, MODEL_AXIS, OWN_DATA, PLACEMENTS
+from lw_jax.core.config_sections import BITS, FIELDS, MEANING, MODEL_AXIS, OWN_DATA
 from lw_jax.core.errors import UserError
 from lw_jax.core.eval_rows import OF_CACHE, RATIOS
 
@@ -22,7 +21,7 @@ FILES = (".json", ".jsonl", ".txt", ".gz", ".parquet", ".arrow")
 SELFMADE = ("llama", "qwen")
 BYTES = 257  # UTF-8 and the end of a document
 TILE = 16  # smallest side of a product's tile in `models/ttt_kernel.py`
-TTT_PLACEMENTS = tuple(name for name in PLACEMENTS if name in ("auto", "single", "replicate", "fsdp"))
+TTT_PLACEMENTS = ("auto", "single", "replicate", "fsdp")
 
 
 def check_processes(cfg: Config, processes: int) -> None:
@@ -50,8 +49,7 @@ def caching_key(cfg: Config) -> str:
 
 
 def validate(cfg: Config) -> None:
-    """Refuses values that are out of range and combinations that cannot work."""
-    build(dataclasses.asdict(cfg))
+    """Refuses combinations of values that cannot work; `config.build` has refused single values."""
     _check_sources(cfg)
     _check_columns(cfg)
     if cfg.recipe == "ttt":

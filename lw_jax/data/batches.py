@@ -78,15 +78,16 @@ class Encoded:
         return len(self.examples)
 
     def collate(
-        self, indices: Sequence[int], *, rows: Iterable[str] | None = None, channel: np.ndarray | None = None
+        self, indices: Sequence[int], *, rows: Iterable[str] | None = None, sizes: np.ndarray | None = None
     ) -> Batch:
         """Returns the Batch of docs/architecture.md with all encoded prompt rows, or only the named ones.
 
-        `channel` i32[b 3]: slots, width and bits of each example's message; None: by `ratio`, whole and exact.
+        `sizes` i32[b 4]: ratio, slots, width and bits of each example's message; 0: by `ratio`, whole and exact.
         """
-        if channel is None:
-            channel = np.tile(np.array([self.slots, self.width, EXACT], np.int32), (len(indices), 1))
-            channel[:, 0] = self.count_slots(indices)
+        ratio, slots, width, bits = np.zeros((4, len(indices)), np.int32) if sizes is None else sizes.T
+        counts = self.count_slots(indices, np.where(ratio, ratio, self.ratio))
+        columns = [np.where(slots, slots, counts), np.where(width, width, self.width), np.where(bits, bits, EXACT)]
+        channel = np.stack(columns, axis=1).astype(np.int32)
         wanted = set(PROMPT_FIELDS if rows is None else rows)
         readers = {}
         for name, fields in self.readers.items():

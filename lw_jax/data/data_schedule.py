@@ -11,33 +11,20 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import content_hash
-from lw_jax.core.types import EXACT, Frozen, Tree
+from lw_jax.core.types import Frozen, Tree
 from lw_jax.data.batches import Batch
 
 
 class Stream(Protocol):
-    """A tokenised data set; where nothing else is said, one without messages."""
+    """A tokenised data set."""
 
     @property
     def task(self) -> str: ...
 
-    @property
-    def slots(self) -> int:
-        """Most slots of a message; 0 without messages."""
-        return 0
-
-    @property
-    def width(self) -> int:
-        return 0
-
-    def count_slots(self, indices: Sequence[int], ratio: np.ndarray | None = None) -> np.ndarray:
-        """Returns i32[b]: the slots of each example's message at each's source tokens a slot; None: as validated."""
-        return np.zeros(len(indices), np.int32)
-
     def __len__(self) -> int: ...
 
-    def collate(self, indices: Sequence[int], *, channel: np.ndarray | None = None) -> Batch:
-        """Returns a batch of the examples at those positions; `channel` i32[b 3] holds each one's message shape."""
+    def collate(self, indices: Sequence[int], *, sizes: np.ndarray | None = None) -> Batch:
+        """Returns a batch of the examples at those positions; `sizes`: see `_draw`, of no use without messages."""
         ...
 
     def digest(self) -> str: ...
@@ -120,9 +107,8 @@ class DataSchedule:
         phase, stream, before = self._place(number)
         encoded, order = self.streams[stream], self._order(stream, seed)
         indices = [int(order[before * global_batch + row] or 0) for row in range(global_batch)]
-        channel = _draw(phase, encoded, indices, np.random.default_rng([seed, number]))
-        batch = encoded.collate(indices[share], channel=None if channel is None else channel[share])
-        return phase.mark(batch)
+        sizes = _draw(phase, global_batch, np.random.default_rng([seed, number]))
+        return phase.mark(encoded.collate(indices[share], sizes=sizes[share]))
 
     def _order(self, stream: int, seed: int) -> grain.MapDataset:
         """Returns a stream's examples without end, shuffled anew each epoch."""
@@ -166,12 +152,9 @@ def example_shapes(batch: Batch) -> Tree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
 
 
-def _draw(phase: Phase, encoded: Stream, indices: Sequence[int], rng: np.random.Generator) -> np.ndarray | None:
-    """Returns i32[b 3]: slots, width and bits of the message of the example at each of `indices`; None without any."""
-    if not encoded.slots:
-        return None
-    choices = (phase.ratios or phase.slots or (0,), phase.widths or (encoded.width,), phase.bits or (EXACT,))
-    drawn = np.stack([rng.choice(np.array(values, np.int32), len(indices)) for values in choices], axis=1)
-    if not phase.slots:
-        drawn[:, 0] = encoded.count_slots(indices, drawn[:, 0] if phase.ratios else None)
-    return drawn
+def _draw(phase: Phase, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Returns i32[b 4]: ratio, slots, width and bits of each example's message; 0: the stream's own."""
+    choices = (phase.ratios or phase.slots or (0,), phase.widths or (0,), phase.bits or (0,))
+    first, *others = (rng.choice(np.array(values, np.int32), count) for values in choices)
+    none = np.zeros_like(first)
+    return np.stack([*((first, none) if phase.ratios else (none, first)), *others], axis=1)

@@ -30,18 +30,6 @@ class Packed:
     def task(self) -> str:
         return self.encoded.task
 
-    @property
-    def slots(self) -> int:
-        return self.encoded.slots
-
-    @property
-    def width(self) -> int:
-        return self.encoded.width
-
-    def count_slots(self, indices: Sequence[int], ratio: int | np.ndarray | None = None) -> np.ndarray:
-        """Returns i32[b]: the slots of each text's message, as `Encoded.count_slots`."""
-        return self.encoded.count_slots([self.groups[i][0] for i in indices], ratio)
-
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Returns each example's positions in `encoded`; texts in the order of their first questions."""
@@ -85,15 +73,15 @@ class Packed:
     def __len__(self) -> int:
         return len(self.groups)
 
-    def collate(self, indices: Sequence[int], *, channel: np.ndarray | None = None) -> Batch:
+    def collate(self, indices: Sequence[int], *, sizes: np.ndarray | None = None) -> Batch:
         """Returns a batch [b ...]; each reader's questions are packed in "packed", "places" and the targets.
 
         "packed" has ids i32[b p] and segments i32[b p], the number of the question from 1, 0 at padding; "places"
-        i32[b t] the positions in it that predict the targets. `channel` i32[b 3] is that of a text's message.
+        i32[b t] the positions in it that predict the targets. `sizes` i32[b 4] are those of a text's message.
         """
         groups = [self.groups[i] for i in indices]
         firsts = [group[0] for group in groups]
-        batch = self.encoded.collate(firsts, channel=channel)
+        batch = self.encoded.collate(firsts, sizes=sizes)
         each = self.encoded.collate([position for group in groups for position in group], rows=())
         readers = {}
         for name, fields in batch["readers"].items():

@@ -117,8 +117,6 @@ def split(preferences: Sequence[Preference], share: float, seed: int) -> tuple[l
     A prompt's side is a function of its words and the seed alone: equal prompts (but for white space) are never
     parted, and rows that are added or moved change no other's side. Raises UserError where a side would be empty.
     """
-    if not 0 < share < 1:
-        raise UserError(f"a held-out share of {share} is not between 0 and 1: name a part of the prompts, as 0.1")
     sides: tuple[list[Preference], list[Preference]] = ([], [])
     for pair in preferences:
         sides[_draw(pair.prompt, seed) < share].append(pair)

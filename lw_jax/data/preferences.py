@@ -74,7 +74,7 @@ class Preferences(Stream):
         tokens = sum(2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected) for pair in self.pairs)
         return 1 - tokens / (2 * len(self) * self.length)
 
-    def collate(self, indices: Sequence[int], *, channel: np.ndarray | None = None) -> Batch:
+    def collate(self, indices: Sequence[int], *, sizes: np.ndarray | None = None) -> Batch:
         """Returns ids i32[b 2 t], mask and completion bool[b 2 t] (chosen, rejected), weights f32[b 1] and index.
 
         With them training f32[b], 0 or 1, and, where it is kept, reference f32[b 2].

@@ -58,7 +58,6 @@ class Fields(Generic[_T]):
         """Returns one row that a library has read. Raises UserError naming place, field, value and rule."""
         self._count(row, where)
         if self.columns:
-            self.choose(list(row), where)
             plain = {field: value for field, value in row.items() if field not in self.columns}
             row = plain | {field: self._take(row, field, where) for field, column in self.columns.items() if column}
         return schema.convert(row, self.kind, where=where, remedy=self.remedy)
@@ -80,8 +79,8 @@ class Fields(Generic[_T]):
         columns = [self.columns.get(name, name) for name in names_of(self.kind)]
         return self.left.union(columns, (column.partition(".")[0] for column in columns))
 
-    def choose(self, known: Sequence[str], where: str, *, table: bool = False) -> list[str]:
-        """Returns the columns that are read; of a `table` notes the others.
+    def choose(self, known: Sequence[str], where: str) -> list[str]:
+        """Returns the columns of a table that are read, and notes the others.
 
         Raises UserError where one that a field needs is missing.
         """
@@ -96,9 +95,8 @@ class Fields(Generic[_T]):
                 chosen.append(match)
             elif column and (field.required or name in self.columns):
                 raise self._lacks(name, column, known, where)
-        if table:
-            self.skipped.clear()
-            self.skipped.update(set(known).difference(chosen, self.left))
+        self.skipped.clear()
+        self.skipped.update(set(known).difference(chosen, self.left))
         return list(dict.fromkeys(chosen))
 
     def _take(self, row: Mapping[str, Any], field: str, where: str) -> Any:

@@ -193,7 +193,7 @@ def _opened(path: Path, fields: Fields[Any]) -> Iterator[Iterable[Any]]:
     if path.suffix == ".parquet":
         parquet = importlib.import_module("pyarrow.parquet")
         with parquet.ParquetFile(path, pre_buffer=False) as file:
-            chosen = fields.choose(file.schema_arrow.names, str(path), table=True)
+            chosen = fields.choose(file.schema_arrow.names, str(path))
             yield file.iter_batches(BATCH, columns=chosen or None, use_threads=False)
         return
     arrow, ipc = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.ipc")
@@ -201,7 +201,7 @@ def _opened(path: Path, fields: Fields[Any]) -> Iterator[Iterable[Any]]:
         is_file = file.read(6) == b"ARROW1"  # the other of Arrow's two formats, the stream, is what datasets writes
         file.seek(0)
         with ipc.open_file(file) if is_file else ipc.open_stream(file) as reader:
-            chosen = fields.choose(reader.schema.names, str(path), table=True) or reader.schema.names
+            chosen = fields.choose(reader.schema.names, str(path)) or reader.schema.names
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
             yield (part for batch in batches for part in _parts(batch.select(chosen)))
 
@@ -261,7 +261,7 @@ def _load_saved(source: str, split: str) -> Any:
 
 def _read_set(data_set: Any, fields: Fields[_T], where: str) -> Iterator[tuple[str, _T]]:
     known = data_set.column_names  # none where the library does not know them before the first row
-    if known and (chosen := fields.choose(known, where, table=True)):
+    if known and (chosen := fields.choose(known, where)):
         data_set = data_set.select_columns(chosen)
     datasets, arrow = _import("datasets", where), _import("pyarrow", where)
     yield from _typed(data_set, fields, where, datasets.exceptions.DatasetsError, arrow.ArrowException)

@@ -110,18 +110,17 @@ class Tokenizer:
             reply: the assistant's turn is opened.
             values: further values for the template, as "tools".
         """
-        if not self.backend.chat_template:
-            raise UserError(f'{self.backend.name_or_path}: the tokenizer has no chat template; use template="plain"')
         context = {"tools": None, "documents": None, "date_string": f"{chat_templates.DATE:%d %b %Y}", **(values or {})}
-        context |= {"messages": chat_templates.as_given(turns), "add_generation_prompt": reply}
+        context["add_generation_prompt"] = reply
         roles = [turn["role"] for turn in turns]
         change = "leave the system turn (prompt.system) out" if "system" in roles else "change the turns"
-        try:  # of several templates the one named "default", or with tools "tool_use"
+        try:  # of several templates the one named "default", or with tools "tool_use"; there may be none
             template = self.backend.get_chat_template(None, context["tools"])
         except ValueError as error:
             raise UserError(f'{self.backend.name_or_path}: {error}; use template="plain"') from error
         return chat_templates.render(
             template,
+            turns,
             {**self.backend.special_tokens_map, **context},
             where=f"{self.backend.name_or_path}: turns of {', '.join(roles)}",
             remedy=f'{change} or use template="plain"',
@@ -276,6 +275,6 @@ def wrap(
         begin=begin,
         eos=eos,
         stops=tuple(dict.fromkeys([eos, *stops, *endings])),
-        pad=pad if isinstance(pad, int) else eos,
+        pad=eos if pad is None else pad,
         vocab=vocab,
     )

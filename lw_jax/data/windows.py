@@ -30,11 +30,9 @@ class Windows(Stream):
     def __len__(self) -> int:
         return (len(self.span) - 1) // self.length
 
-    def collate(self, indices: Sequence[int], *, channel: np.ndarray | None = None) -> Batch:
+    def collate(self, indices: Sequence[int], *, sizes: np.ndarray | None = None) -> Batch:
         """Returns ids i32[b L+1], weights f32[b 1], rate f32[b], task, the extra fields, and index i32[b]."""
         starts = [self.span.start + index * self.length for index in indices]
-        if starts and not 0 <= min(indices) <= max(indices) < len(self):
-            raise IndexError(f"windows {list(indices)} of {len(self)}")
         ids = self.span.corpus.rows(starts, self.length + 1)
         fields = {
             "ids": ids,

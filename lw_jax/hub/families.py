@@ -171,16 +171,12 @@ def list_slots(tree: Tree, rows: Mapping[str, Row], container: str) -> dict[str,
     out = {}
     for name, leaf in leaves.items():
         row, path, stacked = rows[name], tuple(name.split("/")), name.startswith("layers/")
-        shape = _join_heads(leaf.shape[1:] if stacked else leaf.shape, row.split)
+        shape, split = leaf.shape[1:] if stacked else leaf.shape, row.split
+        if split is not None:
+            shape = (*shape[:split], shape[split] * shape[split + 1], *shape[split + 2 :])
         for layer in range(leaf.shape[0]) if stacked else [None]:
             out[getattr(row, container).format(layer)] = Slot(path, layer, shape)
     return out
-
-
-def _join_heads(shape: tuple[int, ...], split: int | None) -> tuple[int, ...]:
-    if split is None:
-        return shape
-    return (*shape[:split], shape[split] * shape[split + 1], *shape[split + 2 :])
 
 
 def parts(name: str) -> tuple[str, ...]:
@@ -315,12 +311,6 @@ def refuse_fields(
     An unknown one says nothing where its value is what transformers takes for an absent field: null, false, empty.
     """
     family = fields.get("model_type")
-    if "quantization_config" in raw_keys and is_stated(fields.get("quantization_config")):
-        stated = f"{fields.get('quantization_config')!r:.80}"
-        raise UserError(
-            f"{where}: quantization_config={stated}: quantised storage is read from .gguf files only; use the model's "
-            "unquantised folder"
-        )
     if missing := sorted(required - raw_keys):
         raise UserError(f"{where}: field {missing[0]} is missing; it is needed for model_type {family!r}")
     for key, value in must.items():
@@ -336,18 +326,11 @@ def refuse_fields(
 
 
 def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
-    """Returns the config.json of a model with this configuration, the inverse of `decoder_config`.
+    """Returns the config.json of a model of this family and configuration, the inverse of `decoder_config`.
 
     Rotary fields are written in the old spelling, which transformers 4 and 5 both read.
     """
-    family = FAMILIES.get(model_type)
-    if family is None or not _holds(family, cfg):
-        kind = rope_fields.kind_of(cfg.rope_scaling)
-        wanted = {"norm": cfg.norm, "qkv_bias": cfg.qkv_bias, "window": cfg.window, "rotated": cfg.rotated}
-        raise UserError(
-            f"model_type={model_type!r} cannot describe {wanted} with {kind!r} frequencies; known are "
-            f"{sorted(FAMILIES)}: 'qwen2' has biases in q, k, v, 'llama' and 'phi3' have none"
-        )
+    family = FAMILIES[model_type]
     optional = {
         "sliding_window": cfg.window or None,
         "use_qkv_bias": cfg.qkv_bias,
@@ -373,12 +356,3 @@ def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
         "rope_theta": cfg.rope_theta,
         "rope_scaling": None if cfg.rope_scaling is None else rope_fields.write_scaling(cfg.rope_scaling),
     } | {key: value for key, value in optional.items() if key in family.read}
-
-
-def _holds(family: Family, cfg: DecoderConfig) -> bool:
-    same = (
-        cfg.norm == family.norm
-        and family.biases in (None, cfg.qkv_bias)
-        and rope_fields.kind_of(cfg.rope_scaling) in family.rope
-    )
-    return same and not (cfg.window and "sliding_window" not in family.read or cfg.rotated and PARTIAL in family.must)

@@ -91,8 +91,6 @@ def hf_fields(
     if unknown := sorted(stored.keys() - _KNOWN):
         field = f"{unknown[0]:.80}={stored[unknown[0]]!r:.80}"
         raise UserError(f"{where}: field {arch}.{field} may change what the model computes")
-    if lists := [key for key, value in stored.items() if isinstance(value, list)]:
-        raise UserError(f"{where}: {arch}.{lists[0]} differs by layer, which is not supported")
     if "token_embd.weight" not in tensors:
         raise UserError(f"{where}: tensor token_embd.weight is missing; convert the model again")
     stated = config_json.check(stored, _Fields, f"{where}: {arch}")

@@ -70,10 +70,6 @@ def _long_rope(rope: Rope, stated: Decoder, rotated: int, where: str) -> LongRop
     return LongRope(short, long, original, gain)
 
 
-def kind_of(scaling: Llama3Scaling | LongRope | None) -> str:
-    return {type(None): "default", Llama3Scaling: "llama3", LongRope: "longrope"}[type(scaling)]
-
-
 def write_scaling(scaling: Llama3Scaling | LongRope) -> dict[str, Any]:
     if isinstance(scaling, LongRope):
         return {

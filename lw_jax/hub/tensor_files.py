@@ -44,29 +44,21 @@ class _Index(msgspec.Struct, frozen=True):
 
 def list_tensors(location: Path) -> dict[str, Stored]:
     if not location.is_dir():
-        require_gguf(location)
+        if not location.is_file():
+            raise UserError(f"{location}: no such file or folder")
+        if location.suffix != ".gguf":
+            raise UserError(
+                f"{location}: a reader is a folder with config.json and *.safetensors, or a .gguf file; convert other "
+                "files (.bin, .pt are never opened) with transformers' save_pretrained"
+            )
         return dict(read_header(location).tensors)
-    files, promised = _safetensors_files(location)
     catalogue: dict[str, Stored] = {}
-    for file in files:
+    for file in _safetensors_files(location):
         for name, stored in read_safetensors(file).items():
             if name in catalogue:
                 raise UserError(f"{stored.label} is in {catalogue[name].file.name} too; keep one of the two")
             catalogue[name] = stored
-    for name, file_name in promised.items():
-        if name not in catalogue or catalogue[name].file.name != file_name:
-            raise UserError(f"{location}: the index names tensor {name} in {file_name}, which has none; {_FETCH}")
     return catalogue
-
-
-def require_gguf(location: Path) -> None:
-    if not location.is_file():
-        raise UserError(f"{location}: no such file or folder")
-    if location.suffix != ".gguf":
-        raise UserError(
-            f"{location}: a reader is a folder with config.json and *.safetensors, or a .gguf file; convert other "
-            "files (.bin, .pt are never opened) with transformers' save_pretrained"
-        )
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -78,8 +70,8 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(file for file in files if file.name != _ADAPTER[1])
 
 
-def _safetensors_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """Returns a model's files, and the index' tensor -> file ({} without an index).
+def _safetensors_files(folder: Path) -> list[Path]:
+    """Returns a model's files: those that its index names, where there is one.
 
     Raises:
         UserError: several sets of weights that differ, an adapter beside them, or none.
@@ -91,23 +83,23 @@ def _safetensors_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
             f"{folder}: {files[0].name} is a model and {adapter[0]} an adapter of one, which transformers would add to "
             "its base; move one of the two to a folder of its own"
         )
-    promised = schema.read(index, _Index, remedy=_FETCH).weight_map if index.is_file() else {}
-    parts = [folder / name for name in sorted(set(promised.values()))]
+    names = schema.read(index, _Index, remedy=_FETCH).weight_map.values() if index.is_file() else ()
+    parts = [folder / name for name in sorted(set(names))]
     if single.is_file() and single not in parts:
         shards = [file for file in files if file in parts or _SHARD.fullmatch(file.name)]
         if shards and not _same(single, shards):
-            listed = index.name if promised else shards[0].name
+            listed = index.name if parts else shards[0].name
             raise UserError(
                 f"{folder}: {single.name} and the shards of {listed} are different weights, and which are meant is not "
                 "known; remove those of the earlier model"
             )
-        return [single], {}
-    if promised:
+        return [single]
+    if parts:
         if absent := [file for file in parts if not file.is_file()]:
             raise UserError(f"{index}: names {absent[0].name}, which is not in {folder}; fetch it too")
-        return parts, promised
+        return parts
     if len(files) == 1:
-        return files, {}
+        return files
     if files:
         raise UserError(
             f"{folder}: {len(files)} .safetensors files and no {index.name} that says which belong together"
@@ -144,8 +136,7 @@ def read_safetensors(file: Path) -> dict[str, Stored]:
             length = int.from_bytes(stream.read(8), "little")
             table = json.loads(stream.read(length))
     except SafetensorError as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{file}: {reason}: it is cut off or damaged; {_FETCH}") from error
+        raise UserError(f"{file}: {error}: it is cut off or damaged; {_FETCH}") from error
     table.pop("__metadata__", None)
     out = {}
     for name, entry in table.items():

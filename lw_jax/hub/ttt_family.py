@@ -1,7 +1,7 @@
 """TTT checkpoints in the authors' PyTorch layout: the fields of config.json that are read, and tensor names."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -26,7 +26,7 @@ class _Fields(msgspec.Struct, frozen=True):
     ffn: Size = msgspec.field(name="intermediate_size")
     layers: Layers = msgspec.field(name="num_hidden_layers")
     heads: Size = msgspec.field(name="num_attention_heads")
-    inner: str | None = msgspec.field(name="ttt_layer_type", default=None)
+    inner: Literal["linear", "mlp"] | None = msgspec.field(name="ttt_layer_type", default=None)
     base_rate: Positive | None = msgspec.field(name="ttt_base_lr", default=None)
     chunk: Size | None = msgspec.field(name="mini_batch_size", default=None)
     pre_conv: bool | None = None
@@ -100,8 +100,6 @@ def ttt_config(fields: Mapping[str, Any], *, where: str = "config.json") -> TTTC
     refuse_fields(fields, set(fields), required=_REQUIRED, must=_MUST_EQUAL, free=free, where=where)
     stated = msgspec.structs.asdict(config_json.check(fields, _Fields, where))
     cfg = TTTConfig(**{name: value for name, value in stated.items() if value is not None})
-    if cfg.inner not in ("linear", "mlp"):
-        raise UserError(f"{where}: ttt_layer_type={cfg.inner!r:.80}, known are 'linear' and 'mlp'")
     if cfg.width % cfg.heads or cfg.head_dim % 2:
         raise UserError(
             f"{where}: impossible sizes: hidden_size={cfg.width} must be an even multiple of "

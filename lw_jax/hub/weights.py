@@ -31,7 +31,6 @@ from lw_jax.hub.tensor_files import (
     list_tensors,
     make_buffer,
     read_tensor,
-    require_gguf,
     same_values,
     write_safetensors,
 )
@@ -62,11 +61,8 @@ def describe(location: Path) -> DecoderConfig:
         file = location / "config.json"
         fields, raw_keys = _read_config(file)
         return families.decoder_config(fields, raw_keys=raw_keys, where=str(file))
-    require_gguf(location)
     catalogue, metadata = list_tensors(location), read_header(location).metadata
     factors = catalogue.get("rope_freqs.weight")
-    if factors is not None and (factors.kind != "F32" or len(factors.shape) != 1):
-        raise UserError(f"{factors.label} is {factors.kind} {factors.shape}, a vector of F32 is read; {_FETCH}")
     fields = gguf_family.hf_fields(
         metadata,
         {name: stored.shape for name, stored in catalogue.items()},

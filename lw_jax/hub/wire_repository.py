@@ -72,8 +72,7 @@ def push(folder: Path, repository: str) -> str:
             "Log in with `hf auth login` or set HF_TOKEN to a token that may write there, then export again"
         ) from error
     except ValueError as error:  # of the name, or of the card's metadata
-        reason = " ".join(str(error).split())
-        raise UserError(f"--push {repository}: the hub does not take it: {reason}; {folder} is whole") from error
+        raise UserError(f"--push {repository}: the hub does not take it: {error}; {folder} is whole") from error
     return commit.commit_url
 
 

@@ -56,10 +56,8 @@ def three(monkeypatch) -> list[tuple[Watch, Ended]]:
     """The watches of three processes, connected; the first one comes last, after a stranger's knock."""
     monkeypatch.setattr(peers, "GRACE", 0.05)
     monkeypatch.setattr(peers, "NEWS", 0.2)
-    found = [(Watch(rank, 3, end=(ended := Ended())), ended) for rank in range(3)]
-    meeting = [
-        threading.Thread(target=watch.meet, args=(step, 30)) for (watch, _), step in zip(found, steps(3), strict=True)
-    ]
+    found = [(Watch(step, end=(ended := Ended())), ended) for step in steps(3)]
+    meeting = [threading.Thread(target=watch.meet, args=(30,)) for watch, _ in found]
     for thread in meeting[1:]:
         thread.start()
     time.sleep(0.2)
@@ -73,13 +71,13 @@ def three(monkeypatch) -> list[tuple[Watch, Ended]]:
 
 def test_stranger_at_the_port_is_no_process():
     first, second = steps(2)
-    watch = Watch(0, 2, end=Ended())
-    meeting = threading.Thread(target=watch.meet, args=(first, 30))
+    watch = Watch(first, end=Ended())
+    meeting = threading.Thread(target=watch.meet, args=(30,))
     meeting.start()
     other = dataclasses.replace(second, name="8.0")
     with pytest.raises(UserError, match="not process 0 of this step"):
-        Watch(1, 2, end=Ended()).meet(other, 3)
-    Watch(1, 2, end=Ended()).meet(second, 30)
+        Watch(other, end=Ended()).meet(3)
+    Watch(second, end=Ended()).meet(30)
     meeting.join(30)
     assert sorted(watch._links) == [1]
 

@@ -316,7 +316,7 @@ def test_batch_holds_both_sides_and_flags_at_the_tokens_themselves(load):
     tokenizer = load("llama3")
     rows = [row(4, 6, 2), row(2, 1, 8), row(3, 3, 1)]
     data = encode(rows, tokenizer=tokenizer, template="plain", limits=WIDE, name="tuned")
-    batch = data.collate([2, 0], channel=np.zeros((2, 3), np.int32))
+    batch = data.collate([2, 0], sizes=np.zeros((2, 4), np.int32))
     assert batch["source"] == {} and list(batch["readers"]) == ["tuned"] and batch["index"].tolist() == [2, 0]
     fields = batch["readers"]["tuned"]
     shapes = {key: (leaf.shape, leaf.dtype.name) for key, leaf in fields.items()}
