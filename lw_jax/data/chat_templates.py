@@ -1,16 +1,18 @@
-"""Chat templates of models: rendered by transformers, but on a fixed day; and what they leave out of the turns.
+"""Chat templates of models: rendered as transformers does, but on a fixed day; and what they leave out of the turns.
 
 A template belongs to its model's folder and is trusted as its weights are: jinja2's sandbox keeps it from Python's own
 objects, and its errors are one line.
 """
 
 import datetime
+import functools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
+from jinja2 import ext, nodes, sandbox
 
 from lw_jax.core.errors import UserError
 
@@ -30,24 +32,26 @@ _FAULTS = (
 )
 
 
-def render(
-    template: str, turns: Sequence[Mapping[str, Any]], values: Mapping[str, Any], *, where: str, remedy: str
-) -> str:
-    """Returns the text of a template with these turns and values, reasoning under both names that templates read.
+def render(template: str, values: Mapping[str, Any], *, where: str, remedy: str) -> str:
+    """Returns the text of a template with these values.
 
     Raises:
         UserError: names the source of the template, the fault and the remedy.
     """
-    from transformers.utils import chat_template_utils as theirs
-
-    messages = theirs._alias_reasoning_fields([dict(turn) for turn in turns])
-    try:  # their public functions take today's date
-        return theirs._compile_jinja_template(template).render(
-            {**values, "messages": messages, "strftime_now": DATE.strftime}
-        )
+    try:
+        return _compile(template).render(values)
     except _FAULTS as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{where}: the chat template fails ({reason}); {remedy}") from error
+
+
+def as_given(turns: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns turns as templates are given them: reasoning under both names that templates read."""
+    messages = []
+    for turn in turns:
+        thought = next((turn[key] for key in REASONING if key in turn), None)
+        messages.append(turn if thought is None else {"thinking": thought, **turn, "reasoning_content": thought})
+    return messages
 
 
 class Said(NamedTuple):
@@ -129,3 +133,28 @@ def _leaves(value: Any) -> Iterator[str]:
             yield from _leaves(item)
     elif value is not None and not isinstance(value, bool):
         yield value if isinstance(value, str) else json.dumps(value)
+
+
+class _Generation(ext.Extension):
+    """The block tag by which templates mark replies for training; here only its body is rendered."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja's own interface)
+
+    def parse(self, parser: Any) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+@functools.lru_cache(maxsize=8)
+def _compile(template: str) -> jinja2.Template:
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
+    )
+    # As transformers: jinja's own escapes what HTML would need.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals |= {"raise_exception": _raise, "strftime_now": DATE.strftime}
+    return environment.from_string(template)

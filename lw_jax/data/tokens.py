@@ -111,7 +111,7 @@ class Tokenizer:
             values: further values for the template, as "tools".
         """
         context = {"tools": None, "documents": None, "date_string": f"{chat_templates.DATE:%d %b %Y}", **(values or {})}
-        context["add_generation_prompt"] = reply
+        context |= {"messages": chat_templates.as_given(turns), "add_generation_prompt": reply}
         roles = [turn["role"] for turn in turns]
         change = "leave the system turn (prompt.system) out" if "system" in roles else "change the turns"
         try:  # of several templates the one named "default", or with tools "tool_use"; there may be none
@@ -120,7 +120,6 @@ class Tokenizer:
             raise UserError(f'{self.backend.name_or_path}: {error}; use template="plain"') from error
         return chat_templates.render(
             template,
-            turns,
             {**self.backend.special_tokens_map, **context},
             where=f"{self.backend.name_or_path}: turns of {', '.join(roles)}",
             remedy=f'{change} or use template="plain"',

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import types
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
@@ -140,14 +141,10 @@ class Checkpointer:
             step = chosen["step"]
             folder = self._folder / str(step)
             checkpoint_record.check_leaves(folder, chosen["leaves"], abstract_state)
-            try:
+            with _Reading(folder):
                 state = self._read(step, abstract_state)
-            except Exception:  # orbax raises ValueError, OSError or this very class where the folder has been removed
-                if jax.process_count() > 1 or folder.is_dir():  # several processes train, and only process 0 removes
-                    raise
-                continue
-            self._saved = step
-            return Restored(step, state, **{key: chosen[key] for key in ("data", "metrics", "identity")})
+                self._saved = step
+                return Restored(step, state, **{key: chosen[key] for key in ("data", "metrics", "identity")})
         raise UserError(
             f"{self._folder}: each of {TRIES} checkpoints was replaced while it was read; read when the run has "
             "ended, or train with a larger train.checkpoint_every"
@@ -295,6 +292,20 @@ class Checkpointer:
 
     def _list(self) -> list[Path]:
         return sorted(path for path in self._folder.iterdir() if path.is_dir()) if self._folder.is_dir() else []
+
+
+class _Reading(contextlib.AbstractContextManager[Any]):
+    """Context of reading a checkpoint, whose errors end it silently where training has removed the folder.
+
+    Orbax raises ValueError, OSError or a bare Exception then.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: types.TracebackType | None):
+        alone = jax.process_count() == 1  # several processes train, and only process 0 removes
+        return isinstance(error, Exception) and alone and not self._folder.is_dir()
 
 
 def _whole(entries: dict[int, dict[str, Any] | Damage | UserError]) -> dict[int, dict[str, Any]]:
