@@ -81,7 +81,7 @@ def questions_of(wire: Any, reader: str, count: int) -> list[Row]:
     for index in spread(len(encoded), count):
         parts = {"before": "before", "text": "own", "after": "after", "answer": "answer"}
         ids = {name: [int(one) for one in fields[key].ids[index]] for name, key in parts.items()}
-        host = wire._put(encoded.collate([index])["readers"][reader], wire.functions.mesh_of(reader))
+        host = wire._put(encoded.collate([index])["readers"][reader], reader)
         found.append({"example": encoded.examples[index], "ids": ids, "fields": {key: host[key] for key in ANSWER}})
     return found
 

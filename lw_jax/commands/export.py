@@ -24,14 +24,13 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
         wire_repository.check_id(args.push)
     if args.license and not _IDENTIFIER.fullmatch(args.license):
         raise UserError(f"--license {args.license!r:.200}: an identifier of the hub is needed, as apache-2.0 or other")
-    published = card.Publication(repository=args.push or "", licence=args.license or "")
     runtime.start_devices()
     # A damaged file is refused before anything is written.
     record = records.read(loaded.workdir) if "wire" in folders else None
 
     def describe(wire: WireFolder, sizes: Mapping[str, int]) -> str:
         assert record is not None, "a wire is exported"
-        return card.render(record, wire, sizes, published)
+        return card.render(record, wire, sizes, repository=args.push or "", licence=args.license or "")
 
     for line in export.export(loaded.cfg, loaded.workdir, folders, dtype=args.dtype, card=describe):
         print(line)

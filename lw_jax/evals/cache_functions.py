@@ -39,55 +39,48 @@ class CacheFunctions(WireFunctions):
             mode=reader.mode,
         )
 
-    def write(
-        self, code: Tree, reading: Reading, before: jax.Array, lengths: np.ndarray, ratios: Sequence[int], name: str
-    ) -> list[Sent]:
-        """Returns the messages of texts of these lengths [b] at each of the ratios, in the numbers of the first one.
+    def write(self, code: Tree, reading: Reading, ratios: Sequence[int], name: str) -> list[Sent]:
+        """Returns the messages of texts at each of the ratios, in the numbers of the first one.
 
-        `before`: the mask of that field. Where a ratio is fitted, the reading has kept its queries.
+        Where a ratio is fitted, the reading has kept its queries.
         """
+        lengths = np.asarray(reading.text.mask).sum(axis=1)
         counts = [count_kept(code, lengths, ratio) for ratio in ratios]
         step = np.full(len(lengths), code["step"][ratios[0] - 1], np.float32)
         width = reading.text.mask.shape[1]
         sizes = tuple(sizes_of(code, width, ratio) if is_fitted(code, ratio) else None for ratio in ratios)
-        return self.encode(code, reading, before, counts, step, name, sizes)
+        return self.encode(code, reading, counts, step, name, sizes)
 
     @jitted("name", "sizes")
     def encode(  # noqa: PLR0913
         self,
         code: Tree,
         reading: Reading,
-        before: jax.Array,
         counts: list[jax.Array],
         step: jax.Array,
         name: str,
         sizes: tuple[Sizes | None, ...],
     ) -> list[Sent]:
-        """Returns the message for each of `counts` [l b k]; `before`: the mask of that field, `step` [b]."""
-        seen = _count(before)
-        kept = [cache_choice.choose(reading.scores, reading.text.mask, count) for count in counts]
-        settings = {"seen": seen, "sizes": sizes, "factors": self.wire.readers[name].mode.factors}
-        return cache_message.encode(self.wire.readers[name].config, code, reading, kept, step, **settings)
+        """Returns the message for each of `counts` [l b k]; `step` [b]."""
+        reader, kept = self.wire.readers[name], [_choose(reading, count) for count in counts]
+        factors = reader.mode.factors
+        return cache_message.encode(reader.config, code, reading, kept, step, sizes=sizes, factors=factors)
 
     @jitted("name", "sizes")
-    def want(  # noqa: PLR0913
-        self, reading: Reading, before: jax.Array, count: jax.Array, name: str, sizes: Sizes | None
-    ) -> Wanted:
+    def want(self, reading: Reading, count: jax.Array, name: str, sizes: Sizes | None) -> Wanted:
         """Returns what the numbers of a message with `count` [l b k] keys should say."""
-        kept = cache_choice.choose(reading.scores, reading.text.mask, count)
-        return cache_message.want(self.wire.readers[name].config, reading, kept, seen=_count(before), sizes=sizes)
+        return cache_message.want(self.wire.readers[name].config, reading, _choose(reading, count), sizes=sizes)
 
-    @jitted("factors")
-    def solve(self, code: Tree, wanted: Wanted, step: jax.Array, factors: str | None) -> jax.Array:
+    @jitted("name")
+    def solve(self, code: Tree, wanted: Wanted, step: jax.Array, name: str) -> jax.Array:
         """Returns the numbers i32[b t w] of `want`, in steps [b]."""
-        return cache_message.solve(code, wanted, step, factors)
+        return cache_message.solve(code, wanted, step, self.wire.readers[name].mode.factors)
 
     @jitted("name", "sizes")
     def fit_biases(  # noqa: PLR0913
         self,
         code: Tree,
         reading: Reading,
-        before: jax.Array,
         kept: jax.Array,
         numbers: jax.Array,
         step: jax.Array,
@@ -95,14 +88,15 @@ class CacheFunctions(WireFunctions):
         sizes: Sizes,
     ) -> jax.Array:
         """Returns the biases [l b t k] of a message."""
-        seen, config = _count(before), self.wire.readers[name].config
-        return cache_message.fit_biases(config, code, reading, kept, numbers, step, seen=seen, sizes=sizes)
+        config = self.wire.readers[name].config
+        return cache_message.fit_biases(config, code, reading, kept, numbers, step, sizes=sizes)
 
     @jitted("name")
     def read_states(self, params: Tree, fields: Mapping, name: str) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns states bf16[b t n] of texts (fields of `read_twice`), and the scores and power of their `Reading`."""
-        kv, scores, power, _ = self.read_twice(params, fields, name, False)
-        return cache_code.states(kv.k, kv.v).astype(jnp.bfloat16), scores, power
+        reading = self.read_twice(params, fields, name, False)
+        states = cache_code.states(reading.text.k, reading.text.v)
+        return states.astype(jnp.bfloat16), reading.scores, reading.power
 
     @jitted()
     def prompt_from_taught_parts(self, params: Tree, fields: Mapping, vectors: jax.Array) -> Prompt:
@@ -110,12 +104,10 @@ class CacheFunctions(WireFunctions):
         context = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), fields["before"], fields["own"])
         return taught_prompt(params, {"context": context, "asked": fields["asked"]}, vectors)
 
-    def prompt_from_cache(  # noqa: PLR0913
-        self, params: Tree, code: Tree, fields: Mapping, sent: Sent, mask: jax.Array | np.ndarray, name: str
-    ) -> Prompt:
+    def prompt_from_cache(self, params: Tree, code: Tree, fields: Mapping, sent: Sent, name: str) -> Prompt:
         """Returns the prompt of the opening, a message, whose missing keys are masked, and the question."""
         opening = self._opening(params, fields["before"], name)
-        return self._prompt_from_cache(params, code, fields["after"], sent, mask, name, opening)
+        return self._prompt_from_cache(params, code, fields["after"], sent, name, opening)
 
     @jitted("name")
     def _prompt_from_cache(  # noqa: PLR0913
@@ -124,19 +116,18 @@ class CacheFunctions(WireFunctions):
         code: Tree,
         after: Mapping,
         sent: Sent,
-        mask: jax.Array,
         name: str,
         opening: decoder.KVPrefix | None,
     ) -> Prompt:
         x = decoder.embed(params, after["ids"])
-        prefix = self._constrain(cache_message.decode(code, sent, mask, x.dtype), name)
+        prefix = self._constrain(cache_message.decode(code, sent, x.dtype), name)
         if opening is not None:
             prefix = self._constrain(kv_prefix.prepend(opening, prefix), name)
         return Prompt(x, after["mask"], kv_prefix=prefix)
 
     @jitted("name", "sizes")
     def prompt_packed(  # noqa: PLR0913
-        self, params: Tree, code: Tree, fields: Mapping, sent: Sent, mask: jax.Array, name: str, sizes: Sizes
+        self, params: Tree, code: Tree, fields: Mapping, sent: Sent, name: str, sizes: Sizes
     ) -> Prompt:
         """Returns the prompt of `prompt_from_cache`, but its message takes the memory of the kept keys alone.
 
@@ -145,7 +136,7 @@ class CacheFunctions(WireFunctions):
         after, before = fields["after"], embed_shared_prefix(params, fields["before"])
         x = decoder.embed(params, after["ids"])
         config, seen = self.wire.readers[name].config, 0 if before is None else before.mask.sum()
-        packed = cache_message.decode_packed(config, code, sent, mask, sizes, seen=seen, dtype=x.dtype)
+        packed = cache_message.decode_packed(config, code, sent, sizes, seen=seen, dtype=x.dtype)
         return Prompt(x, after["mask"], before, packed=packed)
 
     @jitted("name")
@@ -165,9 +156,8 @@ class CacheFunctions(WireFunctions):
         return not config.window and not isinstance(config.rope_scaling, rotary.LongRope)
 
 
-def _count(before: jax.Array) -> jax.Array:
-    """Returns i32[1 1]: the tokens that stand before all texts."""
-    return before[:1].sum(axis=1, keepdims=True, dtype=jnp.int32)
+def _choose(reading: Reading, count: jax.Array) -> jax.Array:
+    return cache_choice.choose(reading.scores, reading.text.mask, count)
 
 
 def count_kept(code: Tree, lengths: np.ndarray, ratio: int) -> np.ndarray:

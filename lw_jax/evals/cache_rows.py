@@ -118,7 +118,7 @@ class CacheSession(Session):
     def prompts(self, fields: Mapping[str, Any], name: str, rows: Sequence[str]) -> dict[str, RowPrompt]:
         """Returns each row's prompt; a text is read once for all of its rows."""
         params, code, functions = self.frozen[name], self.codes[name], self.functions
-        before, keep_queries = fields["before"]["mask"], bool(np.asarray(code["fitted"]).any())
+        keep_queries = bool(np.asarray(code["fitted"]).any())
         readings, prompts, messages = {}, {}, {}
         for row in rows:
             kind = ROWS[row].latents  # "own" or "other": also the field of its text
@@ -136,8 +136,8 @@ class CacheSession(Session):
                 readings[kind] = functions.read_twice(params, inputs, name, keep_queries)
             if (kind, ratio) not in messages:
                 lengths = np.asarray(text["mask"]).sum(axis=1)
-                (sent,) = functions.write(code, readings[kind], before, lengths, [ratio], name)
-                prompt = functions.prompt_from_cache(params, code, fields, sent, text["mask"], name)
+                (sent,) = functions.write(code, readings[kind], [ratio], name)
+                prompt = functions.prompt_from_cache(params, code, fields, sent, name)
                 count = cache_functions.count_kept(code, lengths, ratio)
                 messages[kind, ratio] = RowPrompt(prompt, count.mean(axis=(0, 2)), sent, ratio)
             prompts[row] = messages[kind, ratio]
@@ -157,15 +157,8 @@ def measure(  # noqa: PLR0913
 ) -> list[Record]:
     """Returns every reader's records of `rows`; those that the log has are not measured again.
 
-    Args:
-        bench: the wire.
-        encoded: of `attach`.
-        indices: examples that are measured.
-        rows: of `core.eval_rows.KNOWN_TO_CACHE`.
-        batch: examples at once.
-        max_new_tokens: of an answer.
-        codings: readers' name -> what codes its messages; records at the wire's ratio have "bytes".
-        log: takes the records of each batch.
+    `encoded` is of `attach`, `rows` of `core.eval_rows.KNOWN_TO_CACHE`. Records at the wire's ratio have the "bytes" of
+    a message that the reader's one of `codings` codes. The log takes the records of each batch.
     """
     texts, total = number_texts(encoded), -(-len(indices) // batch) * len(encoded.readers)
     with phase("reading the questions in every row of the table", total, "batches") as done:
@@ -189,9 +182,8 @@ def measure(  # noqa: PLR0913
 def _measure_sizes(records: Sequence[Record], host: Mapping[str, Any], coding: Coding, row_prompt: RowPrompt) -> None:
     """Adds the bytes of each example's message for its reader alone, and the tokens of its text."""
     assert row_prompt.sent is not None, "of a message"
-    messages = jax.device_get(cache_message.rows_of(row_prompt.sent))
-    lengths = host["readers"][records[0]["reader"]]["own"]["mask"].sum(axis=1)
-    for record, place in zip(records, np.flatnonzero(host["valid"]), strict=True):
-        section = cache_message.to_section({row_prompt.ratio: messages[place]}, int(lengths[place]))
+    sent = jax.device_get(row_prompt.sent)
+    for record, place in zip(records, np.flatnonzero(host["valid"]).tolist(), strict=True):
+        section = cache_message.to_section({row_prompt.ratio: sent}, place)
         size = len(cache_codec.pack([(coding, section)], writer=coding.fingerprint))
-        record |= {"bytes": size, "text_tokens": int(lengths[place])}
+        record |= {"bytes": size, "text_tokens": len(section.numbers)}

@@ -62,9 +62,11 @@ class WireSession(Session):
 
     trainable: Tree
 
-    def encode(self, source: Tree) -> jax.Array:
-        """Returns the latents of placed texts."""
-        return self.functions.encode(self.trainable, source, self.frozen.get(SHARED))
+    def encode(self, source: Tree) -> np.ndarray:
+        """Returns the latents f32[b m z] of this process's rows of a batch's source."""
+        placed = self.functions.place(source, None)
+        latents = self.functions.encode(self.trainable, placed, self.frozen.get(SHARED))
+        return np.asarray(self.functions.fetch(latents, None), np.float32)
 
     def prompt(self, fields: Mapping[str, Any], name: str, *, row: str, latents: jax.Array | None) -> Any:
         """Returns a reader's prompt for one row from its placed fields; `latents` are None for text rows."""
@@ -117,25 +119,21 @@ def measure(
 ) -> Measured:
     """Returns every reader's answers and scores in the configured rows.
 
-    Args:
-        bench: the wire.
-        encoded: validation examples with the fields that `options.rows` need.
-        options: rows, number of examples, batch, answer length.
-        seed: of random latents.
-        swaps: changed examples, for the rows that need them; their records have the original's "index" and
-            "follows": whether the answer is the new one and not the old one.
+    `encoded` has the fields that `options.rows` need, `seed` is of random latents. Records of `swaps`, for the rows of
+    changed examples, have the original's "index" and "follows": whether the answer is the new one and not the old one.
     """
     indices = spread(len(encoded), options.examples)
     plain = [row for row in options.rows if not ROWS[row].swapped]
     kinds = {ROWS[row].latents for row in plain}
-    latents = _encode(bench, encoded, indices, kinds=kinds, batch=options.batch, seed=seed)
+    settings: Any = {"batch": options.batch, "seed": seed}
+    latents = message_latents.make(bench.encode, encoded, indices, kinds=kinds, **settings)
     records: list[Record] = []
     if plain:
         records = _read(bench, encoded, indices, rows=plain, latents=latents, options=options)
     changed = [row for row in options.rows if ROWS[row].swapped]
     if changed and swaps is not None and swaps.origins:
         swap_indices = list(range(len(swaps.origins)))
-        sent = _encode(bench, swaps.encoded, swap_indices, kinds=set(), batch=options.batch, seed=seed)
+        sent = message_latents.make(bench.encode, swaps.encoded, swap_indices, kinds=set(), **settings)
         swapped_records = _read(bench, swaps.encoded, swap_indices, rows=changed, latents=sent, options=options)
         records += follow(swapped_records, swaps, encoded)
     return Measured(encoded, indices, latents["own"].values, records)
@@ -152,15 +150,6 @@ def follow(records: Iterable[Record], swaps: Swaps, encoded: Encoded) -> list[Re
         of_original = {"index": index, "text": texts[index], "id": encoded.examples[index].id}
         relabelled.append(record | of_original | {"follows": follows})
     return relabelled
-
-
-def _encode(
-    bench: WireSession, encoded: Encoded, indices: Sequence[int], *, kinds: set[str], batch: int, seed: int
-) -> dict[str, Sent]:
-    def encode(source: Tree) -> np.ndarray:
-        return np.asarray(bench.functions.fetch(bench.encode(bench.functions.place(source, None)), None), np.float32)
-
-    return message_latents.make(encode, encoded, indices, kinds=kinds, batch=batch, seed=seed)
 
 
 def _read(

@@ -5,7 +5,6 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -28,17 +27,17 @@ class Times:
     tokens: int
 
 
-def measure(bench: WireSession, measured: Measured, *, rows: tuple[str, ...], copies: int) -> dict[str, Times]:
+def measure(bench: WireSession, measured: Measured, *, rows: tuple[str, ...]) -> dict[str, Times]:
     """Returns each reader's times for the question with the text of median length; empty without both rows.
 
-    One question alone, repeated `copies` times where the data axis needs it; the fastest of some passes after one
+    One question alone, repeated where the data axis needs it; the fastest of some passes after one
     that compiles (`fastest`). The message's time has the adapter, not the encoder, which another machine runs. Of a
     wire of keys and values the opening, the same before every text and message, is read beforehand for both.
     """
     text = next((row for row in reversed(UPPER) if row in rows), None)
     if text is None or "latents" not in rows:
         return {}
-    times = {}
+    times, copies = {}, bench.functions.placement.data
     for name in measured.encoded.readers:
         position, tokens = median_text(measured, name, ROWS[text].fields[0])
         single = narrow(measured.encoded, measured.indices[position])
@@ -47,11 +46,10 @@ def measure(bench: WireSession, measured: Measured, *, rows: tuple[str, ...], co
         slots = int(single.count_slots([0])[0])  # a reader is given no position beyond them
         message = np.repeat(measured.latents[position : position + 1, :slots], copies, axis=0)
         latents = bench.functions.place(message, None)
-        seconds = {}
-        for row in (text, "latents"):
-            sent = latents if ROWS[row].latents else None
-            read = functools.partial(_read, bench, fields, name, row, sent, None if ROWS[row].latents else opening)
-            seconds[row] = fastest(read)
+        seconds = {
+            text: fastest(functools.partial(_read, bench, fields, name, text, None, opening)),
+            "latents": fastest(functools.partial(_read, bench, fields, name, "latents", latents, None)),
+        }
         times[name] = Times(seconds, tokens)
     return times
 
@@ -63,26 +61,20 @@ def median_text(measured: Measured, name: str, field: str) -> tuple[int, int]:
     return position, lengths[position]
 
 
-class Opening(NamedTuple):
-    """How far a text's prompt is the opening."""
-
-    columns: int  # of the opening's field
-    skipped: int  # of the text's field
-
-
-def match(before: Field, text: Field) -> Opening:
-    """Returns the common start of both fields' only rows, which are left-padded."""
+def match(before: Field, text: Field) -> dict[str, int]:
+    """Returns how far the common start of both fields' only rows, which are left-padded, reaches in each field."""
     pairs = zip(before.ids[0].tolist(), text.ids[0].tolist(), strict=False)
     same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    return Opening(*(field.width - len(field.ids[0]) + same for field in (before, text)))
+    ends = {"columns": before, "skipped": text}
+    return {key: field.width - len(field.ids[0]) + same for key, field in ends.items()}
 
 
 def _read(
-    bench: WireSession, fields: Mapping, name: str, row: str, latents: jax.Array | None, opening: Opening | None
+    bench: WireSession, fields: Mapping, name: str, row: str, latents: jax.Array | None, opening: dict | None
 ) -> None:
     prompt, params = bench.prompt(fields, name, row=row, latents=latents), bench.frozen[name]
     if opening is not None:
-        prompt = bench.functions.reuse_opening(params, fields["before"], prompt, name, **opening._asdict())
+        prompt = bench.functions.reuse_opening(params, fields["before"], prompt, name, **opening)
     jax.block_until_ready(bench.functions.begin(params, prompt, name, 1))
 
 

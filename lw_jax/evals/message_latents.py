@@ -30,15 +30,9 @@ def make(
 ) -> dict[str, Sent]:
     """Returns {kind: latents} of the examples at `indices`; "own" is always there.
 
-    Another text's have the slots of their own message; random ones and zeros those of the example's.
-
-    Args:
-        encode: (this process's rows of a batch's source) -> their latents f32[b m z].
-        encoded: the data set.
-        indices: its measured examples.
-        kinds: of `core.eval_rows.EvalRow.latents`.
-        batch: texts encoded at once, by all processes together.
-        seed: of the random latents.
+    Another text's have the slots of their own message; random ones and zeros those of the example's. `encode` returns
+    latents f32[b m z] of this process's rows of a batch's source, a `batch` being what all processes encode at once;
+    `kinds` are of `core.eval_rows.EvalRow.latents`.
     """
     sources = {"own": encoded} | ({"other": encoded.shuffled()} if "other" in kinds else {})
     ids = [data_set.source.ids[index] for data_set in sources.values() for index in indices]

@@ -145,8 +145,7 @@ def _send(
     """
     functions, texts = bench.functions, control_rows.number_texts(sized)
     for host in batches_of(sized, indices, options.batch, share=processes.share()):
-        channel, source = host["source"]["channel"], functions.place(host["source"], None)
-        latents = np.asarray(functions.fetch(bench.encode(source), None), np.float32)
+        channel, latents = host["source"]["channel"], bench.encode(host["source"])
         placed = {name: functions.place(fields, name) for name, fields in host["readers"].items()}
         real = np.flatnonzero(host["valid"])
         for bits in BITS:

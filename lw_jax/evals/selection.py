@@ -50,11 +50,7 @@ def attach(
 ) -> Encoded:
     """Returns the data set with prompts of selected words for the examples at `indices`; the others' are empty.
 
-    Args:
-        encoded: the data set.
-        indices: its measured examples.
-        scored: the tokens of each one's context.
-        layout: how prompts are tokenised.
+    `scored`: the tokens of each one's context.
     """
     readers, counts = {}, {}
     for name, fields in encoded.readers.items():

@@ -24,7 +24,7 @@ def judge(figures: Mapping[str, Any]) -> str:
     """Returns the key of WORDS for one reader's comparison of its rows."""
     if has_few(figures):
         return "unknown"
-    if is_collapsed(figures):
+    if _may_be_zero(figures, "gap_nll"):  # the right latents may help no more than another text's
         return "collapsed"
     known = [key for key in SHARES if figures.get(key) is not None]
     if "gap_nll" not in figures or not known:
@@ -88,11 +88,6 @@ def _describe_control(figures: Mapping[str, Any], f1: Mapping[str, float]) -> st
 def has_few(figures: Mapping[str, Any]) -> bool:
     """Returns whether the texts are too few for a verdict; without rows to compare there is no number of them."""
     return figures.get("texts", FEWEST) < FEWEST
-
-
-def is_collapsed(figures: Mapping[str, Any]) -> bool:
-    """Returns whether the interval of gap_nll allows that the right latents help no more than another text's."""
-    return _may_be_zero(figures, "gap_nll")
 
 
 def _may_be_zero(figures: Mapping[str, Any], key: str) -> bool:

@@ -110,7 +110,7 @@ class WireFunctions:
     def _read_opening(self, params: Tree, before: Mapping, name: str) -> KVPrefix:
         reader, shared = self.wire.readers[name], embed_shared_prefix(params, before)
         assert shared is not None, "an opening has tokens"
-        mode = dataclasses.replace(reader.mode, constrain=lambda x: x)  # one row does not divide over devices
+        mode = dataclasses.replace(reader.mode, constrain=decoder.unchanged)  # one row does not divide over devices
         return kv_prefix.take(params, reader.config, shared.x, mask=shared.mask, mode=mode)
 
     def prefix(self, trainable: Tree, latents: jax.Array, name: str) -> jax.Array | KeysValues:

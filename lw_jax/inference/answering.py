@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from lw_jax.core.compiling import compile_together
 from lw_jax.core.errors import UserError
@@ -120,7 +119,7 @@ class Answering:
 
     def text_prompt(self, text: str, reader: str, question: str) -> wire.Prompt:
         batch = batches.encode_prompt(text, question, layout=self.text_layout, rows=("text",))
-        fields = self._put(batch["readers"][reader], self.functions.mesh_of(reader))
+        fields = self._put(batch["readers"][reader], reader)
         return self.functions.prompt_from_text(self.frozen[reader], fields["text"])
 
     def compile_answers(self, message: bytes, question: str, readers: Iterable[str], *, text: str = "") -> None:
@@ -162,10 +161,11 @@ class Answering:
         if reader not in known:
             raise UserError(f"reader {reader!r}: this wire has {', '.join(known)}")
 
-    def _put(self, host: Tree, mesh: Mesh, rows: int = 1) -> Tree:
-        """Places examples, the last one repeated up to `rows` and until the data axis divides them."""
+    def _put(self, host: Tree, reader: str | None, rows: int = 1) -> Tree:
+        """Places examples for a reader (None: the encoder), the last one repeated up to `rows` and to the data axis."""
         rows = place.round_up(rows, self.recipe.placement.data)
-        return place.put_eval(jax.tree.map(lambda leaf: leaf[np.minimum(np.arange(rows), len(leaf) - 1)], host), mesh)
+        filled = jax.tree.map(lambda leaf: leaf[np.minimum(np.arange(rows), len(leaf) - 1)], host)
+        return self.functions.place(filled, reader)
 
     def _check_positions(self, reader: str, prompt: wire.Prompt) -> None:
         """Counts real positions: padding takes none."""

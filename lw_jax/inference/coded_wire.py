@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from lw_jax.core import tree
 from lw_jax.core.errors import UserError
@@ -19,7 +18,6 @@ from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.inference.answering import Answering
 from lw_jax.models import cache_codec, cache_message, decoder, wire
 from lw_jax.models.cache_codec import Coding, Section
-from lw_jax.models.cache_message import Sent
 from lw_jax.recipes.cache_wire import CacheWire
 from sharding import place
 
@@ -80,7 +78,7 @@ class CodedWire(Answering):
         return dataclasses.replace(self.recipe.layout, data=data)
 
     def _encode(self, text: str, name: str, ratios: list[int]) -> Section:
-        layout, config, mesh = self.recipe.layout, self.recipe.wire.readers[name].config, self.functions.mesh_of(name)
+        layout, config = self.recipe.layout, self.recipe.wire.readers[name].config
         reader = layout.readers[name]
         ids = {
             "own": prompt_tokens.tokenize(reader.tokenizer, [text])[0],
@@ -99,12 +97,11 @@ class CodedWire(Answering):
             key: batches.Field([tokens], columns.get(key, len(tokens)), reader.tokenizer.pad, left=False).collate([0])
             for key, tokens in ids.items()
         }
-        placed, code = self._put(fields, mesh), self.codes[name]
+        placed, code = self._put(fields, name), self.codes[name]
         keep_queries = any(cache_functions.is_fitted(code, ratio) for ratio in ratios)
         reading = self.functions.read_twice(self.frozen[name], placed, name, keep_queries)
-        lengths = np.full(len(placed["own"]["mask"]), length)
-        sent = self.functions.write(code, reading, placed["before"]["mask"], lengths, ratios, name)
-        section = cache_message.to_section(dict(zip(ratios, jax.device_get(sent), strict=True)), length)
+        sent = self.functions.write(code, reading, ratios, name)
+        section = cache_message.to_section(dict(zip(ratios, jax.device_get(sent), strict=True)), 0)
         if not section.kept(ratios[-1]).any():
             rule = f"at ratio={ratios[-1]} nothing is kept of a text of {length} tokens"
             raise UserError(f"reader {name!r}: {rule}; give a smaller ratio or a longer text")
@@ -117,8 +114,8 @@ class CodedWire(Answering):
             if coding.fingerprint in sections:
                 section = self.section(message, name)
                 tokens, size = len(section.numbers), len(sections[coding.fingerprint])
-                places = range(len(section.ratios))
-                positions = " or ".join(f"{(section.levels > place).mean(axis=(0, 2)).sum():.1f}" for place in places)
+                kept = (section.kept(ratio).mean(axis=(0, 2)).sum() for ratio in section.ratios)
+                positions = " or ".join(f"{count:.1f}" for count in kept)
                 parts.append(f"{name}: {tokens} tokens in {positions} positions, {size / tokens:.1f} bytes a token")
         return "; ".join(parts) or f"no part for {', '.join(self.codings)}"
 
@@ -147,17 +144,17 @@ class CodedWire(Answering):
     ) -> wire.Prompt:
         examples = [Example(question, "?", question, ()) for question in questions]
         batch = batches.encode_prompts(examples, layout=self.recipe.layout)
-        fields = self._put(batch["readers"][reader], self.functions.mesh_of(reader), rows)
+        fields = self._put(batch["readers"][reader], reader, rows)
         columns = place.round_up(max(len(section.numbers) for section in opened), COLUMNS)
         code, params = self.codes[reader], self.frozen[reader]
         width = self.trainable["codes"][reader]["variance"].shape[0]
-        ratios = [self._ratio_of(section) for section in opened]
-        messages = [cache_message.of_section(part, width, columns, r) for part, r in zip(opened, ratios, strict=True)]
-        sent, mask = _stack(messages, len(fields["after"]["mask"]))
+        filled = opened + opened[-1:] * (len(fields["after"]["mask"]) - len(opened))
+        ratios = [self._ratio_of(section) for section in filled]
+        sent = cache_message.of_sections(filled, ratios, width, columns)
         if whole or not self.functions.packs(reader):
-            return self.functions.prompt_from_cache(params, code, fields, sent, mask, reader)
+            return self.functions.prompt_from_cache(params, code, fields, sent, reader)
         sizes = cache_functions.sizes_of(code, columns, min(ratios))
-        return self.functions.prompt_packed(params, code, fields, sent, mask, reader, sizes)
+        return self.functions.prompt_packed(params, code, fields, sent, reader, sizes)
 
 
 def check_ratio(ratio: int, *, name: str = "ratio") -> int:
@@ -165,12 +162,3 @@ def check_ratio(ratio: int, *, name: str = "ratio") -> int:
     if not 1 <= ratio <= RATIOS:
         raise UserError(f"{name}={ratio}: a message has one of 1 to {RATIOS} positions of its text")
     return ratio
-
-
-def _stack(messages: list[tuple[Sent, np.ndarray]], rows: int) -> tuple[Sent, np.ndarray]:
-    """Returns messages of one row each as one of so many rows, the last one repeated."""
-    messages = messages + messages[-1:] * (rows - len(messages))
-    sent, masks = zip(*messages, strict=True)
-    numbers, step = (np.concatenate([getattr(message, key) for message in sent]) for key in ("numbers", "step"))
-    kept, bias = (np.concatenate([getattr(message, key) for message in sent], axis=1) for key in ("kept", "bias"))
-    return Sent(numbers, kept, bias, step), np.concatenate(masks)

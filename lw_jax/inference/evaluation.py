@@ -89,7 +89,7 @@ def _evaluate_latents(wire: TrainedWire) -> Evaluation:
     readers = comparison.compare(measured.records, seed=cfg.seed)
     if jax.process_count() == 1:
         with phase("timing the first token of an answer"):
-            times = first_token.measure(bench, measured, rows=cfg.eval.rows, copies=wire.recipe.placement.data)
+            times = first_token.measure(bench, measured, rows=cfg.eval.rows)
         for name, reader_times in times.items():
             _add_times(reader_times, summary[name], readers[name])
     return Evaluation(

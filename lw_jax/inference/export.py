@@ -43,9 +43,9 @@ def export(
         UserError: a flag that the recipe does not have, a folder that is not writable or holds something else, or no
             checkpoint yet.
     """
-    known = FLAGS.get(cfg.recipe, ())
+    known = FLAGS[cfg.recipe]
     if unknown := sorted(folders.keys() - set(known)):
-        rule = f"takes {' and '.join(f'--{flag}' for flag in known)}" if known else "has nothing to export"
+        rule = f"takes {' and '.join(f'--{flag}' for flag in known)}"
         raise UserError(f"{workdir}: --{unknown[0]}: a run of recipe {cfg.recipe!r} {rule}")
     sources = (*(llm.source for llm in cfg.llms.values()), cfg.encoder.source, cfg.encoder.run, cfg.ttt.source)
     used = [workdir, *(expand(source) for source in sources if source)]

@@ -98,8 +98,17 @@ class LM:
     _logits: Callable[..., jax.Array]  # (params, ids, mask) -> as `logits`
     _continue: Callable[..., jax.Array]  # (params, ids, mask, key, sampling) -> new ids [b n], -1 after the stop
 
-    def __init__(self, location: Path, config: Any, params: Tree, *, mode: Any, tokenizer: Tokenizer | None = None):
-        self.location, self.config, self.params, self.mode = location, config, params, mode
+    def __init__(  # noqa: PLR0913
+        self,
+        location: Path,
+        config: Any,
+        params: Tree,
+        *,
+        mode: Any,
+        tokenizer: Tokenizer | None = None,
+        step: int = 0,  # of the checkpoint of a run
+    ):
+        self.location, self.config, self.params, self.mode, self.step = location, config, params, mode, step
         self._tokenizer = tokenizer
 
     @functools.cached_property
@@ -187,19 +196,6 @@ class DecoderLM(LM):
 
 class TTTLM(LM):
     """A Test-Time-Training model; each row is read real tokens first, for its fast weights would learn from padding."""
-
-    def __init__(
-        self,
-        location: Path,
-        config: ttt.TTTConfig,
-        params: Tree,
-        *,
-        mode: ttt.Mode,
-        tokenizer: Tokenizer | None = None,
-        step: int = 0,
-    ):
-        super().__init__(location, config, params, mode=mode, tokenizer=tokenizer)
-        self.step = step
 
     def save(self, folder: Path) -> None:
         files.save_ttt(folder, self.params, self.config, tokenizer=self.tokenizer.backend)

@@ -51,11 +51,8 @@ OPTIM = config.Optim(
 def teach(recipe: WireReaders, frozen: Tree, *, batch: int, say: Callable[[str], None] = print) -> dict[str, jax.Array]:
     """Returns each reader's vector f32[1 d] on its mesh, trained on examples of data.train or taken from the cache.
 
-    Args:
-        recipe: of the wire; `eval.taught_steps` of its configuration is the effort.
-        frozen: the readers.
-        batch: most examples at once, a multiple of the data axis.
-        say: takes a line about each vector that is trained.
+    `eval.taught_steps` of the configuration is the effort; `batch`: most examples at once, a multiple of the data axis.
+    `say` takes a line about each vector that is trained.
     """
     encoded, identity, vectors = _encode(recipe), recipe.identity(), {}
     for name in recipe.wire.readers:

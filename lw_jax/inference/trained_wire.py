@@ -124,7 +124,7 @@ class TrainedWire(Answering):
         if slots is None:
             channel = (int(source["channel"][0, 0]), *channel[1:])
         source |= {"channel": np.asarray([channel], np.int32)}
-        placed = self._put(source, self.functions.mesh_of(None))
+        placed = self._put(source, None)
         latents = self.functions.encode(self.trainable, placed, self.frozen.get(SHARED))
         sent = np.asarray(latents[0, : channel[0], : channel[1]])
         return codec.pack(sent, bits=bits, encoder=self.encoder_fingerprint)
@@ -144,7 +144,7 @@ class TrainedWire(Answering):
         prefixes = []
         for framed in (bytes(message),) if isinstance(message, SINGLE) else message:
             frame, latents = self._open(framed, reader)
-            placed = self._put(latents[None], self.functions.mesh_of(reader))
+            placed = self._put(latents[None], reader)
             prefix = self.functions.prefix(self.trainable, placed, reader)
             assert isinstance(prefix, jax.Array), "a wire of embeddings"
             prefix = to_host(prefix)[0]
@@ -199,10 +199,9 @@ class TrainedWire(Answering):
         whole: bool = False,
     ) -> wire.Prompt:
         del whole  # every head has all keys
-        mesh, params = self.functions.mesh_of(reader), self.frozen[reader]
         examples = [Example(question, "?", question, ()) for question in questions]
         batch = batches.encode_prompts(examples, layout=self.recipe.layout)
         channel = np.asarray([(frame.slots, frame.width, frame.bits) for frame, _ in opened], np.int32)
-        fields = self._put(batch["readers"][reader] | {"channel": channel}, mesh, rows)
-        placed = self._put(np.stack([latents for _, latents in opened]), mesh, rows)
-        return self.functions.prompt_from_latents(self.trainable, params, fields, placed, reader)
+        fields = self._put(batch["readers"][reader] | {"channel": channel}, reader, rows)
+        placed = self._put(np.stack([latents for _, latents in opened]), reader, rows)
+        return self.functions.prompt_from_latents(self.trainable, self.frozen[reader], fields, placed, reader)

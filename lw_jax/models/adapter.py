@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from lw_jax.core.types import TASKS, Tree
+from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.modules import Pure, RMSNorm
 from lw_jax.models.products import Linear
 
@@ -43,15 +44,6 @@ class KeysValues(NamedTuple):
     task: Float[Array, "b 1 d"]
 
 
-class KVShape(NamedTuple):
-    """What a reader's keys and values look like."""
-
-    layers: int
-    heads: int  # of keys and values
-    head_dim: int
-    width: int  # of the task's vector
-
-
 class KVAdapter(nnx.Module):
     """Two linear layers with GELU, added to the latents; then one linear layer to all keys and values.
 
@@ -59,25 +51,25 @@ class KVAdapter(nnx.Module):
     learning rate serves keys of size 10 and values of size 0.1.
     """
 
-    def __init__(self, width: int, hidden: int, shape: KVShape, *, rngs: nnx.Rngs):
+    def __init__(self, width: int, hidden: int, reader: DecoderConfig, *, rngs: nnx.Rngs):
         self.norm = RMSNorm(width)
         self.up = Linear(width, hidden, rngs=rngs)
         self.down = Linear(hidden, width, rngs=rngs)
-        self.read = Linear(width, 2 * shape.layers * shape.heads * shape.head_dim, rngs=rngs)
-        self.gain = nnx.Param(jnp.ones((shape.layers, 2)))
-        self.tasks = nnx.Param(jax.random.normal(rngs.params(), (len(TASKS), shape.width)))
+        self.read = Linear(width, 2 * reader.layers * reader.kv_heads * reader.head_dim, rngs=rngs)
+        self.gain = nnx.Param(jnp.ones((reader.layers, 2)))
+        self.tasks = nnx.Param(jax.random.normal(rngs.params(), (len(TASKS), reader.width)))
         self.task_gain = nnx.Param(jnp.ones(()))
-        self.shape = shape
+        self.reader = reader
 
     def __call__(self, latents: Float[Array, "b m z"], task: str) -> KeysValues:
         """Returns the keys and values of as many positions as latents, and the task's vector."""
         y = self.read(latents + self.down(jax.nn.gelu(self.up(self.norm(latents)))))
         rows, slots, _ = y.shape
-        y = y.reshape(rows, slots, self.shape.layers, 2, self.shape.heads, self.shape.head_dim)
+        y = y.reshape(rows, slots, self.reader.layers, 2, self.reader.kv_heads, self.reader.head_dim)
         y = y * self.gain[...].astype(y.dtype)[None, None, :, :, None, None]
         k, v = y.transpose(3, 2, 0, 1, 4, 5)
         vector = (self.tasks[...][TASKS.index(task)] * self.task_gain[...]).astype(y.dtype)
-        return KeysValues(k, v, jnp.broadcast_to(vector[None, None, :], (rows, 1, self.shape.width)))
+        return KeysValues(k, v, jnp.broadcast_to(vector[None, None, :], (rows, 1, self.reader.width)))
 
 
 def calibrate(adapter: Pure[Adapter], params: Tree, *, key: jax.Array, slots: int, target: jax.Array) -> Tree:

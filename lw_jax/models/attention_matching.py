@@ -117,7 +117,9 @@ def _match(  # noqa: PLR0913
     scale = counts / jnp.maximum(p_near.sum(axis=-1, keepdims=True) + p_kept.sum(axis=-1, keepdims=True), TINY)
     p_kept, p_near = p_kept * scale, p_near * scale
     error = out - jnp.einsum("bkgqt,bkte->bkgqe", p_near, values) - jnp.einsum("bkgqm,bkme->bkgqe", p_kept, values_kept)
-    values_kept = values_kept + _ridge(p_kept, error, kept.sum(axis=1))
+    gram = jnp.einsum("bkgqm,bkgqn->bkmn", p_kept, p_kept)
+    right = jnp.einsum("bkgqm,bkgqe->bkme", p_kept, error)
+    values_kept = values_kept + solve_ridge(gram, right, kept.sum(axis=1)[:, None], RIDGE)
 
     # A slot's position turns a key: turned back by as much, it stands where it stood, seen from what follows.
     slot = text.before.sum(axis=1, keepdims=True, dtype=jnp.int32) + jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1
@@ -125,14 +127,6 @@ def _match(  # noqa: PLR0913
     shown = kept[:, :, None, None]
     keys_kept, values_kept = (jnp.where(shown, x.swapaxes(1, 2), 0.0).astype(k.dtype) for x in (keys_kept, values_kept))
     return keys_kept, values_kept
-
-
-def _ridge(
-    shares: Float[Array, "b k g q m"], missing: Float[Array, "b k g q e"], count: Int[Array, " b"]
-) -> Float[Array, "b k m e"]:
-    """Returns the change of `count` kept values that explains best what is missing."""
-    gram = jnp.einsum("bkgqm,bkgqn->bkmn", shares, shares)
-    return solve_ridge(gram, jnp.einsum("bkgqm,bkgqe->bkme", shares, missing), count[:, None], RIDGE)
 
 
 def solve_ridge(

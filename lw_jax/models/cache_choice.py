@@ -45,6 +45,7 @@ class Reading(NamedTuple):
     text: KVPrefix
     scores: Float[Array, "l b t k"]  # the largest effect that a key and its value have on a repeating query
     power: Float[Array, "l b t k"]  # the squared shares, summed over all queries
+    seen: Int[Array, "1 1"]  # tokens before the text
     queries: Queries | None
 
 
@@ -100,12 +101,15 @@ def read_twice(  # noqa: PLR0913  (as `decoder.forward`)
     none = jnp.zeros((cfg.layers, rows, length, cfg.kv_heads))
     (_, best, power), queries = jax.lax.scan(repeat, (cache, none, none), repetition)
     best = best * _output_norms(params, cfg, text.v)
+    seen = jnp.zeros((1, 1), jnp.int32)
+    if shared_prefix is not None:
+        seen = shared_prefix.mask.sum(axis=1, keepdims=True, dtype=jnp.int32)
     if queries is None:
-        return Reading(text, best, power, None)
+        return Reading(text, best, power, seen, None)
     # [n l b block ...] -> [l b t ...]
     whole = (jnp.moveaxis(leaf, 0, 2).reshape(*leaf.shape[1:3], -1, *leaf.shape[4:]) for leaf in queries)
     whole = (leaf[:, :, ask_length : ask_length + length] for leaf in whole)
-    return Reading(text, best, power, Queries(*whole))
+    return Reading(text, best, power, seen, Queries(*whole))
 
 
 def _pay(

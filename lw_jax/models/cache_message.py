@@ -29,6 +29,7 @@ class Sent(NamedTuple):
     kept: Bool[Array | np.ndarray, "l b t k"]
     bias: Float[Array | np.ndarray, "l b t k"]
     step: Float[Array | np.ndarray, " b"]
+    mask: Bool[Array | np.ndarray, "b t"]  # the text's real tokens, which come first
 
 
 class Wanted(NamedTuple):
@@ -60,25 +61,18 @@ def abstract(cfg: DecoderConfig, width: int) -> Tree:
 def choose(fitted: Bool[Array, " b"], one: Sent, other: Sent) -> Sent:
     """Returns of each row the message that is fitted, `one`, or the other; both keep the same keys."""
     numbers = jnp.where(fitted[:, None, None], one.numbers, other.numbers)
-    return Sent(numbers, one.kept, jnp.where(fitted[None, :, None, None], one.bias, other.bias), one.step)
+    return one._replace(numbers=numbers, bias=jnp.where(fitted[None, :, None, None], one.bias, other.bias))
 
 
-def want(  # noqa: PLR0913
-    cfg: DecoderConfig,
-    reading: Reading,
-    kept: Bool[Array, "l b t k"],
-    *,
-    seen: jax.Array,
-    sizes: Sizes | None,
-) -> Wanted:
-    """Returns what the numbers of a text that was read behind `seen` tokens should say.
+def want(cfg: DecoderConfig, reading: Reading, kept: Bool[Array, "l b t k"], *, sizes: Sizes | None) -> Wanted:
+    """Returns what the numbers of a text's message should say.
 
     The kept keys, of each head `sizes` at most, have values that give what the whole text gave; None: their own.
     """
     text = reading.text
     if sizes is not None:
         assert reading.queries is not None, "a fit needs the repeating queries"
-        v, _ = cache_choice.fit(cfg, reading.queries, text, kept, seen=seen, sizes=sizes)
+        v, _ = cache_choice.fit(cfg, reading.queries, text, kept, seen=reading.seen, sizes=sizes)
         text = text._replace(v=jnp.where(kept[..., None], v, text.v))
     return Wanted(text, kept, cache_code.importance(reading.power, kept, text.mask, ROOT))
 
@@ -97,7 +91,6 @@ def encode(  # noqa: PLR0913
     kept: Sequence[Bool[Array, "l b t k"]],
     step: Float[Array, " b"],
     *,
-    seen: jax.Array,
     sizes: Sequence[Sizes | None],
     factors: str | None = None,
 ) -> list[Sent]:
@@ -106,12 +99,13 @@ def encode(  # noqa: PLR0913
     The numbers are those of the first, the same in all. A choice with `sizes`, of each head at least as many keys as
     it keeps, has biases fitted to what the reader decodes; if the first has them, values are fitted to it as well.
     """
-    numbers = solve(params, want(cfg, reading, kept[0], seen=seen, sizes=sizes[0]), step, factors)
-    fit = functools.partial(fit_biases, cfg, params, reading, numbers=numbers, step=step, seen=seen)
-    return [
-        Sent(numbers, choice, jnp.zeros(choice.shape) if size is None else fit(kept=choice, sizes=size), step)
+    numbers = solve(params, want(cfg, reading, kept[0], sizes=sizes[0]), step, factors)
+    fit = functools.partial(fit_biases, cfg, params, reading, numbers=numbers, step=step)
+    biases = (
+        jnp.zeros(choice.shape) if size is None else fit(kept=choice, sizes=size)
         for choice, size in zip(kept, sizes, strict=True)
-    ]
+    )
+    return [Sent(numbers, *pair, step, reading.text.mask) for pair in zip(kept, biases, strict=True)]
 
 
 def fit_biases(  # noqa: PLR0913
@@ -122,44 +116,42 @@ def fit_biases(  # noqa: PLR0913
     numbers: Int[Array, "b t w"],
     step: Float[Array, " b"],
     *,
-    seen: jax.Array,
     sizes: Sizes,
 ) -> Float[Array, "l b t k"]:
     """Returns the biases with which what the reader decodes from the numbers gives what the whole text gave."""
     assert reading.queries is not None, "a fit needs the repeating queries"
     decoded = _read(params, numbers, step)
-    _, bias = cache_choice.fit(cfg, reading.queries, reading.text, kept, seen=seen, sent=decoded, sizes=sizes)
+    settings = {"seen": reading.seen, "sent": decoded, "sizes": sizes}
+    _, bias = cache_choice.fit(cfg, reading.queries, reading.text, kept, **settings)
     levels = jnp.clip(jnp.rint(bias / cache_codec.BIAS), *cache_codec.BIASES)
     return jnp.where(kept, levels * cache_codec.BIAS, 0.0)
 
 
-def decode(params: Tree, sent: Sent, mask: Bool[Array, "b t"], dtype: jax.typing.DTypeLike) -> KVPrefix:
+def decode(params: Tree, sent: Sent, dtype: jax.typing.DTypeLike) -> KVPrefix:
     """Returns a message as the keys and values that its reader attends to."""
-    k, v = _read(params, jnp.asarray(sent.numbers), jnp.asarray(sent.step))
-    return kv_prefix.choose(
-        KVPrefix(k.astype(dtype), v.astype(dtype), mask), jnp.asarray(sent.kept), jnp.asarray(sent.bias)
-    )
+    numbers, kept, bias, step, mask = map(jnp.asarray, sent)
+    k, v = _read(params, numbers, step)
+    return kv_prefix.choose(KVPrefix(k.astype(dtype), v.astype(dtype), mask), kept, bias)
 
 
 def decode_packed(  # noqa: PLR0913
     cfg: DecoderConfig,
     params: Tree,
     sent: Sent,
-    mask: Bool[Array, "b t"],
     sizes: Sizes,
     *,
     seen: jax.Array | int,
     dtype: jax.typing.DTypeLike,
 ) -> PackedPrefix:
     """Returns the kept keys and values of a message, of each head as many as `sizes`, layer after layer."""
-    code, z = _code(params), jnp.asarray(sent.numbers).astype(jnp.float32) * jnp.asarray(sent.step)[:, None, None]
-    bias = jnp.where(jnp.asarray(sent.kept), jnp.asarray(sent.bias), LEAST)
+    numbers, kept, bias, step, mask = map(jnp.asarray, sent)
+    code, z = _code(params), numbers.astype(jnp.float32) * step[:, None, None]
 
     def take(layer: jax.Array) -> tuple[jax.Array, jax.Array]:
         k, v = cache_code.read_layer(code, z, layer)
         return k.astype(dtype), v.astype(dtype)
 
-    return kv_prefix.pack(cfg, mask, bias, sizes, take, seen=seen)
+    return kv_prefix.pack(cfg, mask, jnp.where(kept, bias, LEAST), sizes, take, seen=seen)
 
 
 def _read(
@@ -191,29 +183,28 @@ def statistics_of(params: Mapping[str, Any], ratio: int) -> Statistics:
     return Statistics(float(params["step"][ratio - 1]), zero, decay)
 
 
-def rows_of(sent: Sent) -> list[Sent]:
-    """Returns messages of several rows as messages of one row each."""
-    rows = (slice(i, i + 1) for i in range(len(sent.step)))
-    return [Sent(sent.numbers[row], sent.kept[:, row], sent.bias[:, row], sent.step[row]) for row in rows]
-
-
-def to_section(sent: Mapping[int, Sent], length: int) -> Section:
-    """Returns messages of one row, `length` tokens, by their ratios, as one that is packed for all of them."""
+def to_section(sent: Mapping[int, Sent], row: int) -> Section:
+    """Returns a row of messages on the host, by their ratios, as one that is packed for all of them."""
     ratios = tuple(sorted(sent))
-    kept = sum(np.asarray(sent[ratio].kept)[:, 0, :length].astype(np.uint8) for ratio in ratios)
-    biases = {ratio: np.asarray(sent[ratio].bias, np.float32)[:, 0, :length] for ratio in ratios}
+    first = sent[ratios[0]]
+    length = int(first.mask[row].sum())
+    kept = sum(sent[ratio].kept[:, row, :length].astype(np.uint8) for ratio in ratios)
+    biases = {ratio: np.asarray(sent[ratio].bias[:, row, :length], np.float32) for ratio in ratios}
     biases = {ratio: bias for ratio, bias in biases.items() if bias.any()}
-    numbers, step = np.asarray(sent[ratios[0]].numbers)[0, :length], float(sent[ratios[0]].step[0])
-    return Section(numbers, step, ratios, np.asarray(kept, np.uint8), biases)
+    numbers = np.asarray(first.numbers[row, :length])
+    return Section(numbers, float(first.step[row]), ratios, np.asarray(kept, np.uint8), biases)
 
 
-def of_section(section: Section, width: int, columns: int, ratio: int) -> tuple[Sent, Bool[np.ndarray, "1 t"]]:
-    """Returns a section at one of its ratios as a message of one row of `columns` tokens, and its mask."""
-    length, count = section.numbers.shape
-    padding = columns - length
-    numbers = np.pad(section.numbers.astype(np.int32), ((0, padding), (0, width - count)))[None]
-    around = ((0, 0), (0, padding), (0, 0))
-    kept = np.pad(section.levels > section.ratios.index(ratio), around)[:, None]
-    bias = section.biases.get(ratio, np.zeros(section.levels.shape, np.float32))
-    step = np.full(1, section.step, np.float32)
-    return Sent(numbers, kept, np.pad(bias, around)[:, None], step), (np.arange(columns) < length)[None]
+def of_sections(sections: Sequence[Section], ratios: Sequence[int], width: int, columns: int) -> Sent:
+    """Returns sections, each at one of its ratios, as messages of `columns` tokens of `width` numbers."""
+    layers, _, heads = sections[0].levels.shape
+    numbers = np.zeros((len(sections), columns, width), np.int32)
+    kept = np.zeros((layers, len(sections), columns, heads), bool)
+    bias, mask = np.zeros(kept.shape, np.float32), np.zeros(numbers.shape[:2], bool)
+    for row, (section, ratio) in enumerate(zip(sections, ratios, strict=True)):
+        length, count = section.numbers.shape
+        numbers[row, :length, :count] = section.numbers
+        kept[:, row, :length] = section.kept(ratio)
+        bias[:, row, :length] = section.biases.get(ratio, 0.0)
+        mask[row, :length] = True
+    return Sent(numbers, kept, bias, np.array([section.step for section in sections], np.float32), mask)

@@ -45,7 +45,7 @@ class DecoderConfig:
     window: int = 0  # sliding attention window, the query included, without a causal mask to both sides (0: none)
 
 
-def _unchanged(x: jax.Array) -> jax.Array:
+def unchanged(x: Any) -> Any:
     return x
 
 
@@ -56,7 +56,7 @@ class Mode:
     causal: bool = True
     remat: str = "none"  # "none": matmuls are saved | "full": each layer is recomputed
     factors: str | None = None  # dtype of the factors of products; None: that of the values
-    constrain: Callable[[jax.Array], jax.Array] = _unchanged  # applied to the residual stream [b t d]
+    constrain: Callable[[jax.Array], jax.Array] = unchanged  # applied to the residual stream [b t d]
 
     @property
     def saves_products(self) -> bool:

@@ -130,7 +130,6 @@ def open_packed(  # noqa: PLR0913  (as `open_cache`)
 def prepend(first: KVPrefix, prefix: KVPrefix) -> KVPrefix:
     """Returns each row's prefix behind `first`, which is the same in every row."""
     same = repeat(first, len(prefix.mask))
-    assert same.bias is None, "what stands before messages is whole"
     k, v = (jnp.concatenate(pair, axis=2) for pair in ((same.k, prefix.k), (same.v, prefix.v)))
     before = ((0, 0), (0, 0), (same.k.shape[2], 0), (0, 0))
     bias = None if prefix.bias is None else jnp.pad(prefix.bias, before)
@@ -138,10 +137,10 @@ def prepend(first: KVPrefix, prefix: KVPrefix) -> KVPrefix:
 
 
 def repeat(one: KVPrefix, rows: int) -> KVPrefix:
-    """Returns a prefix of one row in so many rows."""
+    """Returns a prefix of one row, with all of its keys, in so many rows."""
+    assert one.bias is None, "what stands before messages is whole"
     by_row = jax.vmap(functools.partial(decoder.repeat, rows=rows))
-    bias = None if one.bias is None else by_row(one.bias)
-    return KVPrefix(by_row(one.k), by_row(one.v), decoder.repeat(one.mask, rows), bias)
+    return KVPrefix(by_row(one.k), by_row(one.v), decoder.repeat(one.mask, rows))
 
 
 def take(  # noqa: PLR0913  (as `decoder.forward`)
@@ -181,7 +180,7 @@ def read_once(  # noqa: PLR0913
     cache = decoder.empty_cache(cfg, *shape, dtype)
     if shared is None:
         return cache
-    mode = dataclasses.replace(mode, constrain=lambda x: x)  # one row does not divide over devices
+    mode = dataclasses.replace(mode, constrain=decoder.unchanged)  # one row does not divide over devices
     empty = decoder.empty_cache(cfg, 1, shared.x.shape[1], dtype)
     _, prefix_cache = decoder.extend(params, cfg, shared.x, mask=shared.mask, cache=empty, mode=mode)
     valid = cache.valid.at[:, : shared.x.shape[1]].set(decoder.repeat(prefix_cache.valid, rows))

@@ -9,7 +9,7 @@ beside those of `core/types.py`: chunks n, tokens of a chunk i and j, hidden wid
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from lw_jax.core.precision import FP32, Precision
 from lw_jax.core.types import Tree
-from lw_jax.models.decoder import checkpoint_layer, head, layer_norm, rms_norm
+from lw_jax.models.decoder import checkpoint_layer, head, layer_norm, rms_norm, unchanged
 from lw_jax.models.products import narrow, product, wide_product
-from lw_jax.models.ttt_inner import INNER_EPS, Chunk, Inner, Local, Text, gelu, read_by_chunk
+from lw_jax.models.ttt_inner import INNER_EPS, Chunk, Inner, Local, Text, read_by_chunk
 
 GROWTH = 4  # hidden width of the inner MLP, in head widths
 
@@ -55,10 +55,6 @@ class TTTConfig:
         return self.head_dim * (GROWTH if self.inner == "mlp" else 1)
 
 
-def _unchanged(x: Any) -> Any:
-    return x
-
-
 @dataclasses.dataclass(frozen=True)
 class Mode:
     """Execution options: they change memory and speed, and results only by rounding."""
@@ -67,8 +63,8 @@ class Mode:
     form: str = "scan"  # over chunks, or "kernel": of a GPU
     unroll: int = 8  # chunks per scan iteration
     remat: str = "none"  # "none": no recomputation | "dots": all but products with matrices | "full": layers
-    constrain: Callable[[jax.Array], jax.Array] = _unchanged  # applied to the residual stream [b t d]
-    local: Local = _unchanged  # of the kernel: runs a function on each device's own rows
+    constrain: Callable[[jax.Array], jax.Array] = unchanged  # applied to the residual stream [b t d]
+    local: Local = unchanged  # of the kernel: runs a function on each device's own rows
     measured: bool = False  # returns the inner losses; implies "scan"
 
 
@@ -399,7 +395,7 @@ def _project_output(
     """Returns the layer's output from its heads' outputs: norm, gate, output projection."""
     out = layer_norm(out, p["post_norm"], p["post_norm_bias"], INNER_EPS).astype(h.dtype)
     if cfg.gate:
-        out = gelu(_linear(h, p, "out_gate", mode)) * out
+        out = jax.nn.gelu(_linear(h, p, "out_gate", mode)) * out
     return _linear(out, p, "o", mode)
 
 

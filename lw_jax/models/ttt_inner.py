@@ -77,10 +77,10 @@ class Inner:
         if not self.deep:
             gradient = self.gradient(z_key, chunk.target)
             return z_query - self.product("bhij,bhje->bhie", chunk.mixed, gradient), {"1": (chunk.k, gradient)}
-        x_key, pull = jax.vjp(gelu, z_key)
+        x_key, pull = jax.vjp(jax.nn.gelu, z_key)
         second = self.gradient(self.apply(weights, x_key, "2"), chunk.target)
         (gradient,) = pull(self.product("bhie,bhme->bhim", second, weights["w2"]))
-        x_query = gelu(z_query - self.product("bhij,bhjm->bhim", chunk.mixed, gradient))
+        x_query = jax.nn.gelu(z_query - self.product("bhij,bhjm->bhim", chunk.mixed, gradient))
         assert chunk.eta is not None, "an inner MLP mixes twice"
         again = (self.product("bhim,bhjm->bhij", x_query, x_key) + 1) * chunk.eta
         z = self.apply(weights, x_query, "2") - self.product("bhij,bhje->bhie", again, second)
@@ -98,7 +98,7 @@ class Inner:
     def answer(self, weights: Tree, x: jax.Array) -> jax.Array:
         """Returns the inner model's output, before its norm, of [b h i e] under given weights."""
         first = self.apply(weights, x, "1")
-        return self.apply(weights, gelu(first), "2") if self.deep else first
+        return self.apply(weights, jax.nn.gelu(first), "2") if self.deep else first
 
     def last_loss(self, weights: Tree, chunk: Chunk) -> jax.Array:
         """Returns the inner loss [b h] of a chunk's last token under given weights."""
@@ -177,10 +177,6 @@ def _standardise(z: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _widen(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.reshape((1,) * (like.ndim - x.ndim) + x.shape)
-
-
-def gelu(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x, approximate=True)
 
 
 def _chunked(x: jax.Array, count: int) -> jax.Array:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from lw_jax.core.precision import FP32, Precision
 from lw_jax.core.types import Tree
 from lw_jax.models import bert, decode, decoder, encoder, kv_prefix, lora, products
-from lw_jax.models.adapter import Adapter, KeysValues, KVAdapter, KVShape, calibrate
+from lw_jax.models.adapter import Adapter, KeysValues, KVAdapter, calibrate
 from lw_jax.models.lora import Lora
 from lw_jax.models.modules import Pure
 
@@ -24,7 +24,6 @@ from lw_jax.models.modules import Pure
 class EncoderSpec:
     """Static settings of the encoder; `body` is set for a pretrained one."""
 
-    kind: str
     slots: int
     width: int
     pooling: str
@@ -56,7 +55,7 @@ class Reader:
     mode: decoder.Mode = decoder.Mode()
     unstacked: bool = False  # in generation: see `decode.unstack_layers`
     kind: str = "embeddings"  # of the prefix: config.adapter.kind
-    constrain: Callable[[jax.Array], jax.Array] = lambda x: x  # applied to a prefix' keys and values [l b m k e]
+    constrain: Callable[[jax.Array], jax.Array] = decoder.unchanged  # applied to a prefix' keys and values [l b m k e]
 
     def adapter(self, width: int) -> Pure[Adapter]:
         """Describes the adapter of kind "embeddings"."""
@@ -64,8 +63,7 @@ class Reader:
 
     def kv_adapter(self, width: int) -> Pure[KVAdapter]:
         """Describes the adapter of kind "kv"."""
-        shape = KVShape(self.config.layers, self.config.kv_heads, self.config.head_dim, self.config.width)
-        return Pure(KVAdapter, width, self.adapter_hidden, shape)
+        return Pure(KVAdapter, width, self.adapter_hidden, self.config)
 
     def start(self, key: jax.Array, size_key: jax.Array, *, width: int, slots: int, size: jax.Array) -> Tree:
         """Draws the adapter's parameters; `size` is the RMS of the reader's embeddings.
@@ -89,7 +87,7 @@ class Wire:
     readers: Mapping[str, Reader]
     mode: decoder.Mode = decoder.Mode()  # of the encoder's body
 
-    def init(self, key: jax.Array, *, body: Tree | None, embedding_rms: Mapping[str, jax.Array]) -> Tree:
+    def init(self, key: jax.Array, body: Tree | None, embedding_rms: Mapping[str, jax.Array]) -> Tree:
         """Draws the trainable parameters in fp32; `body` holds the pretrained weights of an encoder that trains them.
 
         `embedding_rms[name]` is the size that reader's adapter starts with.
@@ -287,7 +285,7 @@ class Prompt:
 
     def joined(self) -> "Prompt":
         """Returns the prompt with its shared prefix copied into each row; as it is where keys and values follow it."""
-        if self.shared_prefix is None or self.kv_prefix is not None or self.packed is not None:
+        if self.shared_prefix is None or self.kv_prefix is not None:
             return self
         x, mask = (decoder.repeat(leaf, len(self.mask)) for leaf in self.shared_prefix)
         return Prompt(jnp.concatenate([x, self.embeddings], axis=1), jnp.concatenate([mask, self.mask], axis=1))
@@ -320,12 +318,11 @@ def taught_prompt(params: Tree, fields: Mapping[str, Any], vectors: Float[Array,
     `fields` has "context" (everything before the question) and, where no packed questions follow, "asked" (from the
     question on), left-padded.
     """
-    context, after = fields["context"], [fields["asked"]] if "asked" in fields else []
-    embeddings = decoder.embed(params, context["ids"])
-    taught = jnp.broadcast_to(vectors.astype(embeddings.dtype)[None], (len(embeddings), *vectors.shape))
-    parts = [embeddings, taught, *(decoder.embed(params, tokens["ids"]) for tokens in after)]
-    mask = [context["mask"], jnp.ones(taught.shape[:2], bool), *(tokens["mask"] for tokens in after)]
-    return Prompt(jnp.concatenate(parts, axis=1), jnp.concatenate(mask, axis=1))
+    context = fields["context"]
+    asked = fields["asked"] if "asked" in fields else {key: leaf[:, :0] for key, leaf in context.items()}
+    question, mask = _teach(vectors, decoder.embed(params, asked["ids"]), asked["mask"])
+    x = jnp.concatenate([decoder.embed(params, context["ids"]), question], axis=1)
+    return Prompt(x, jnp.concatenate([context["mask"], mask], axis=1))
 
 
 def compacted_prompt(
@@ -337,10 +334,16 @@ def compacted_prompt(
     """
     question, mask = decoder.embed(params, fields["asked"]["ids"]), fields["asked"]["mask"]
     if vectors is not None:
-        taught = jnp.broadcast_to(vectors.astype(question.dtype)[None], (len(question), *vectors.shape))
-        question = jnp.concatenate([taught, question], axis=1)
-        mask = jnp.concatenate([jnp.ones(taught.shape[:2], bool), mask], axis=1)
+        question, mask = _teach(vectors, question, mask)
     return Prompt(question, mask, embed_shared_prefix(params, fields["before"]), kept)
+
+
+def _teach(
+    vectors: Float[Array, "k d"], x: Float[Array, "b q d"], mask: Bool[Array, "b q"]
+) -> tuple[Float[Array, "b p d"], Bool[Array, "b p"]]:
+    """Returns embeddings and their mask with the vectors before them in each row."""
+    taught = jnp.broadcast_to(vectors.astype(x.dtype)[None], (len(x), *vectors.shape))
+    return jnp.concatenate([taught, x], axis=1), jnp.concatenate([jnp.ones(taught.shape[:2], bool), mask], axis=1)
 
 
 def wire_prompt(params: Tree, fields: Mapping[str, Any], prefix: Float[Array, "b n d"] | KeysValues) -> Prompt:

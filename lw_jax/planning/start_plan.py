@@ -257,7 +257,7 @@ def _programs(recipe: CacheWire, name: str, rows: int, tokens: int) -> dict[str,
     def write(params: Any, code: Any, fields: Any, count: jax.Array, step: jax.Array) -> Any:
         reading = functions.read_twice(params, fields, name, True)
         sizes = kv_prefix.all_keys(model, tokens)
-        return functions.encode(code, reading, fields["before"]["mask"], [count], step, name, (sizes,))
+        return functions.encode(code, reading, [count], step, name, (sizes,))
 
     step = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=replicated)
     return {READ: (read, (params, fields)), WRITE: (write, (params, code, fields, count, step))}

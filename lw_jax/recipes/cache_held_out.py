@@ -63,12 +63,12 @@ class _Batch:
     reading: Reading
     fields: Mapping[str, Any]  # on the reader's devices
     text_logits: jax.Array  # [b t v] of the answers behind the texts
-    lengths: Int[np.ndarray, " b"]
+    mask: Bool[np.ndarray, "b t"]  # of the texts
     valid: Bool[np.ndarray, " b"]
 
     @property
-    def mask(self) -> jax.Array:
-        return self.fields["own"]["mask"]
+    def lengths(self) -> Int[np.ndarray, " b"]:
+        return self.mask.sum(axis=1)
 
     @property
     def has_others(self) -> bool:
@@ -95,11 +95,11 @@ class HeldOut:
         for host in batches:
             fields = place.put_eval(host["readers"][name], functions.mesh_of(name))
             texts = {key: fields[key] for key in ("own", "before", "again")}
-            lengths = host["readers"][name]["own"]["mask"].sum(axis=1)
             reading = functions.read_twice(params, texts, name, True)
             prompt, answer = functions.prompt_from_text(params, fields["text"]), {key: fields[key] for key in ANSWER}
             text_logits = functions.answer_logits(params, prompt, answer, name)
-            self._batches.append(_Batch(reading, fields, text_logits, lengths, host["valid"]))
+            mask = host["readers"][name]["own"]["mask"]
+            self._batches.append(_Batch(reading, fields, text_logits, mask, host["valid"]))
         self._solved: dict[tuple[int, bool], list[tuple[np.ndarray, np.ndarray]]] = {}  # by ratio, and fitted or not
         self.tokens = sum(int(batch.lengths[batch.valid].sum()) for batch in self._batches)
 
@@ -135,19 +135,19 @@ class HeldOut:
 
         `find_rate` found the step: the numbers are those of its trial. Shuffled, a batch of one text is left out.
         """
-        fitted, mesh = fitted and ratio > 1, self.functions.mesh_of(self.name)
+        fitted = fitted and ratio > 1
 
         def prompts() -> Iterator[tuple[_Batch, Prompt]]:
             for batch, solved in zip(self._batches, self._solved[ratio, fitted], strict=True):
                 if shuffled and not batch.has_others:
                     continue
-                sent, mask = self._send(batch, *solved, step, fitted), batch.mask
+                sent = self._send(batch, *solved, step, fitted)
                 if shuffled:
+                    numbers, kept, bias, steps, mask = sent
                     rows = batch.others()
-                    sent = Sent(sent.numbers[rows], sent.kept[:, rows], sent.bias[:, rows], sent.step)
-                    mask = place.rows(np.asarray(mask)[rows], mesh)
+                    sent = Sent(numbers[rows], kept[:, rows], bias[:, rows], steps, mask[rows])
                 fields = self.params, self.code, batch.fields
-                yield batch, self.functions.prompt_from_cache(*fields, sent, mask, self.name)
+                yield batch, self.functions.prompt_from_cache(*fields, sent, self.name)
 
         return self._compare(prompts())
 
@@ -168,20 +168,17 @@ class HeldOut:
     def _solve(self, batch: _Batch, ratio: int, step: float, fitted: bool) -> tuple[np.ndarray, np.ndarray]:
         """Returns the numbers i32[b t w] of a batch of texts, and which keys are kept."""
         count = cache_functions.count_kept(self.code, np.where(batch.valid, batch.lengths, 0), ratio)
-        steps, factors = np.full(len(count[0]), step, np.float32), self.functions.wire.readers[self.name].mode.factors
-        before = batch.fields["before"]["mask"]
-        wanted = self.functions.want(batch.reading, before, count, self.name, self._sizes(batch) if fitted else None)
-        return np.asarray(self.functions.solve(self.code, wanted, steps, factors)), np.asarray(wanted.kept)
+        steps = np.full(len(count[0]), step, np.float32)
+        wanted = self.functions.want(batch.reading, count, self.name, self._sizes(batch) if fitted else None)
+        return np.asarray(self.functions.solve(self.code, wanted, steps, self.name)), np.asarray(wanted.kept)
 
     def _send(self, batch: _Batch, numbers: np.ndarray, kept: np.ndarray, step: float, fitted: bool) -> Sent:
         """Returns what is sent of a batch of texts."""
         bias, steps = np.zeros(kept.shape, np.float32), np.full(len(numbers), step, np.float32)
         if fitted:
-            code, before = self.code, batch.fields["before"]["mask"]
-            bias = self.functions.fit_biases(
-                code, batch.reading, before, kept, numbers, steps, self.name, self._sizes(batch)
-            )
-        return Sent(numbers, kept, np.asarray(bias), steps)
+            given = self.code, batch.reading, kept, numbers, steps
+            bias = self.functions.fit_biases(*given, self.name, self._sizes(batch))
+        return Sent(numbers, kept, np.asarray(bias), steps, batch.mask)
 
     def _sizes(self, batch: _Batch) -> Sizes:
         """Returns the same for all ratios, so that these share their programs."""
@@ -193,12 +190,9 @@ class HeldOut:
         """Returns what is sent of each text."""
         sections = []
         for batch, (numbers, kept) in zip(self._batches, solved, strict=True):
-            rows = cache_message.rows_of(self._send(batch, numbers, kept, step, fitted))
-            sections += [
-                cache_message.to_section({ratio: row}, int(length))
-                for row, length, valid in zip(rows, batch.lengths, batch.valid, strict=True)
-                if valid
-            ]
+            sent = {ratio: self._send(batch, numbers, kept, step, fitted)}
+            rows = np.flatnonzero(batch.valid).tolist()
+            sections += [cache_message.to_section(sent, row) for row in rows]
         return sections
 
 

@@ -24,7 +24,6 @@ from lw_jax.core.types import Example, Tree
 from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.examples import spread
 from lw_jax.evals import cache_rows
-from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.models import cache_choice, cache_code, cache_message
 from lw_jax.models.cache_code import Code
 from lw_jax.models.cache_codec import Statistics
@@ -51,14 +50,14 @@ WEIGHED = 0.25  # power of a layer's share of the table at a quarter, which weig
 def start(recipe: "CacheWire", frozen: Tree) -> dict[str, Tree]:
     ratio, most = recipe.cfg.encoder.ratio, MOST_HELD_OUT[recipe.placement.platform]
     train, held_out = _divide(recipe.curriculum.examples("train"), recipe.cfg.encoder.texts, most)
-    encoded, functions, codes = recipe.encode(held_out), recipe.functions, {}
+    encoded, codes = recipe.encode(held_out), {}
     for name in recipe.wire.readers:
         begun = time.monotonic()
-        code, tokens = _fit(recipe, functions, frozen[name], name, [example.context for example in train])
+        code, tokens = _fit(recipe, frozen[name], name, [example.context for example in train])
         alone = dataclasses.replace(encoded, readers={name: encoded.readers[name]})
         in_batches = cache_rows.batches_by_length(alone, range(len(alone)), _rows(recipe))
         with phase(f"{name}: reading {len(alone)} held-out texts twice"):
-            texts = HeldOut(functions, frozen[name], name, code, in_batches)
+            texts = HeldOut(recipe.functions, frozen[name], name, code, in_batches)
         codes[name] = code | _settle(texts, recipe.cfg.message.bytes, ratio)
         seconds = duration(time.monotonic() - begun)
         print(f"{name}: {tokens:,} tokens of {len(train)} texts, {seconds}", flush=True)
@@ -112,9 +111,7 @@ class _Text(NamedTuple):
     power: Float[np.ndarray, "t l k"]
 
 
-def _fit(
-    recipe: "CacheWire", functions: CacheFunctions, params: Tree, name: str, texts: list[str]
-) -> tuple[dict[str, Any], int]:
+def _fit(recipe: "CacheWire", params: Tree, name: str, texts: list[str]) -> tuple[dict[str, Any], int]:
     """Returns a reader's basis and tables from its own keys and values of texts, and how many tokens they have.
 
     A first basis is that of all states; the basis is that of states in which what weighs little in a message is what
@@ -126,7 +123,7 @@ def _fit(
     with tempfile.TemporaryFile() as file:
         states = _States(file, 2 * math.prod(shape))
         with phase(f"{name}: reading texts twice", len(texts), "texts") as done:
-            for y, text in done.track(_read(recipe, functions, params, name, texts)):
+            for y, text in done.track(_read(recipe, params, name, texts)):
                 states.add(y)
                 read.append(text)
         together = np.concatenate([text.scores for text in read])
@@ -179,11 +176,9 @@ def _fill(code: Code, y: jax.Array, real: jax.Array, weights: jax.Array, **setti
     return cache_code.fill(code, y.astype(jnp.float32), real, weights, **settings).astype(jnp.bfloat16)
 
 
-def _read(
-    recipe: "CacheWire", functions: CacheFunctions, params: Tree, name: str, texts: list[str]
-) -> Iterator[tuple[np.ndarray, _Text]]:
+def _read(recipe: "CacheWire", params: Tree, name: str, texts: list[str]) -> Iterator[tuple[np.ndarray, _Text]]:
     """Yields of each text the states bf16[t n] of its tokens, and what their keys are worth."""
-    layout, mesh = recipe.layout, functions.mesh_of(name)
+    layout, mesh = recipe.layout, recipe.functions.mesh_of(name)
     pad = layout.readers[name].tokenizer.pad
     before = prompt_tokens.shared_prefix(name, layout.readers[name], layout.prompt)
     again = cache_rows.ask_again(name, layout)
@@ -200,7 +195,7 @@ def _read(
         part = ids[first : first + rows]
         field = batches.Field(part, min(cache_rows.round_columns(max(map(len, part))), limit), pad, left=False)
         batch = place.rows(field.collate([min(i, len(part) - 1) for i in range(rows)]), mesh)
-        y, *worth = jax.device_get(functions.read_states(params, {"own": batch} | around, name))
+        y, *worth = jax.device_get(recipe.functions.read_states(params, {"own": batch} | around, name))
         for row, tokens in enumerate(part):
             yield y[row, : len(tokens)], _Text(*(np.moveaxis(leaf[:, row, : len(tokens)], 1, 0) for leaf in worth))
 

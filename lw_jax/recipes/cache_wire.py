@@ -34,7 +34,7 @@ class CacheWire(WireReaders):
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
         super().__init__(cfg, placed, outline=outline)
-        encoder = wire.EncoderSpec("cache", slots=1, width=cfg.encoder.width, pooling="", layers=0, window=1, body=None)
+        encoder = wire.EncoderSpec(slots=1, width=cfg.encoder.width, pooling="", layers=0, window=1, body=None)
         self.wire = wire.Wire(encoder, self._make_readers(kind="kv"))
         self.functions = CacheFunctions(self.wire, placed)
 
@@ -77,7 +77,7 @@ class CacheWire(WireReaders):
     @functools.cached_property
     def curriculum(self) -> Curriculum:
         attach = functools.partial(cache_rows.attach, layout=self.layout)
-        return Curriculum(self.cfg, self.layout, self.tokenizers, attach, rows=("context",))
+        return Curriculum(self.cfg, self.layout, attach, rows=("context",))
 
     def encode(self, examples: Sequence[Example]) -> Encoded:
         """Returns questions as token ids, with the fields of all rows."""
@@ -111,18 +111,17 @@ class CacheWire(WireReaders):
         count, step = jnp.moveaxis(count.astype(jnp.int32), 1, 0), still["step"][ratio]
 
         def write(*ways: bool) -> Sent:
-            reading, before = self.functions.read_twice(frozen, text, name, any(ways)), fields["before"]["mask"]
+            reading = self.functions.read_twice(frozen, text, name, any(ways))
             sizes = kv_prefix.all_keys(reader.config, mask.shape[1])
             messages = (
-                self.functions.encode(still, reading, before, [count], step, name, (sizes if way else None,))[0]
-                for way in ways
+                self.functions.encode(still, reading, [count], step, name, (sizes if way else None,))[0] for way in ways
             )
             return functools.reduce(functools.partial(cache_message.choose, still["fitted"][ratio] > 0), messages)
 
         # The code is the same on all shards: a batch's ratios would make it a select, which computes both.
         sent = jax.lax.cond(jnp.any(still["fitted"] > 0), lambda: write(True, False), lambda: write(False))
         after = decoder.embed(frozen, fields["after"]["ids"])
-        prefix = cache_message.decode(part, sent, mask, after.dtype)
+        prefix = cache_message.decode(part, sent, after.dtype)
         prefix = prefix._replace(k=reader.constrain(prefix.k), v=reader.constrain(prefix.v))
         before = wire.embed_shared_prefix(frozen, fields["before"])
         prompt = wire.Prompt(after, fields["after"]["mask"], before, prefix)

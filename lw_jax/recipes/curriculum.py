@@ -12,7 +12,6 @@ from lw_jax.data.batches import Encoded, one_context
 from lw_jax.data.data_schedule import DataSchedule, Phase, Stream
 from lw_jax.data.packing import Packed
 from lw_jax.data.prompt_tokens import Layout
-from lw_jax.data.tokens import Tokenizer
 from lw_jax.losses import objectives
 
 GAP = 0.05  # nats an answer token: a smaller NLL gap of another text's latents is a collapse
@@ -34,17 +33,9 @@ def encoder_rates(cfg: Config) -> dict[str, tuple[float, ...]]:
 class Curriculum:
     """Data sets of a run's stages, each tokenised once."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        layout: Layout,
-        tokenizers: Mapping[str, Tokenizer],
-        complete: Callable[[Encoded], Encoded],
-        rows: tuple[str, ...] = (),
-    ):
+    def __init__(self, cfg: Config, layout: Layout, complete: Callable[[Encoded], Encoded], rows: tuple[str, ...] = ()):
         """Prepares the stages; `complete` takes each data set, that of questions with the prompts that `rows` names."""
         self.cfg, self.layout, self.stages = cfg, layout, config.stages(cfg)
-        self._tokenizer = next(iter(tokenizers.values()))  # passage lengths count its tokens
         self._complete, self._rows = complete, rows
         self.stream = functools.cache(self._stream)
         self._trained = functools.cache(self._group)
@@ -111,7 +102,7 @@ class Curriculum:
         named = self.passages() if split == "train" else []
         documents = named or [example.context for example in self.examples(split)]
         make = passages.reconstructions if task == "reconstruct" else passages.continuations
-        return make(documents, length, self._tokenizer)
+        return make(documents, length, next(iter(self.layout.readers.values())).tokenizer)  # whose tokens are counted
 
     def _read_passages(self) -> list[str]:
         """Returns the texts of data.passages where a stage has passages; else none."""

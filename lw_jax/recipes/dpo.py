@@ -95,13 +95,13 @@ class DPO(Recipe):
 
     def data_schedule(self) -> DataSchedule:
         """Returns the training pairs in batches of similar length, each length bucket as often as it has pairs."""
-        streams = tuple((self._lookup(data, training=True), float(len(data))) for data in self._train)
+        streams = tuple((data, float(len(data))) for data in self._train)
         # The whole run: shares of an epoch would be rounded to batches, in each epoch alike.
         return DataSchedule((Phase(max(1, self.cfg.train.steps), streams),))
 
     def validation(self) -> list[tuple[str, Preferences]]:
         """Returns the held-out pairs; those of data.held_out share no prompt with training."""
-        return [("", self._lookup(data, training=False)) for data in self._held_out]
+        return [("", data) for data in self._held_out]
 
     @functools.cached_property
     def _pairs(self) -> tuple[list[Preference], list[Preference]]:
@@ -114,7 +114,7 @@ class DPO(Recipe):
 
     @functools.cached_property
     def _train(self) -> list[Preferences]:
-        return self._encode(self._pairs[0], BUCKETS)
+        return [dataclasses.replace(data, training=True) for data in self._encode(self._pairs[0], BUCKETS)]
 
     @functools.cached_property
     def _held_out(self) -> list[Preferences]:
@@ -125,7 +125,8 @@ class DPO(Recipe):
             rows, tokenizer=self.tokenizer, template=self.llm.template, limits=self.cfg.dpo, name=self.name
         )
         # A bucket must hold a batch.
-        return preferences.part(whole, max(1, min(buckets, len(whole) // self.cfg.train.global_batch)))
+        parts = preferences.part(whole, max(1, min(buckets, len(whole) // self.cfg.train.global_batch)))
+        return [self._reference.attach(part) for part in parts] if self._reference else parts
 
     @functools.cached_property
     def _reference(self) -> Reference | None:
@@ -142,10 +143,6 @@ class DPO(Recipe):
             return self._score(params, params, fields)[0]
 
         return Reference(self.cfg, self.placement, self.name, score, identity)
-
-    def _lookup(self, data: Preferences, *, training: bool) -> Preferences:
-        reference = self._reference.lookup(data) if self._reference else None
-        return dataclasses.replace(data, training=training, reference=reference)
 
     # --- loss
 

@@ -35,8 +35,7 @@ class Teacher:
             "arithmetic": list(precision.of(cfg.compute.dtype, placement.platform)),
         }
         self._identities = identities
-        self._waiting: list[Encoded] = []
-        self._readers: Tree | None = None
+        self._waiting: list[tuple[Encoded, dict[str, CachedRows]]] = []
 
     @functools.cached_property
     def stores(self) -> dict[str, Store]:
@@ -51,40 +50,31 @@ class Teacher:
         return min(self.cfg.loss.teacher_k, self.wire.readers[name].config.vocab)
 
     def attach(self, encoded: Encoded) -> Encoded:
-        """Returns the data set with teacher tokens in place of its text prompts, available once readers are loaded."""
-        self._waiting.append(encoded)
-        self._fill()
-        readers = {
-            name: {key: field for key, field in fields.items() if key != "text"}
-            for name, fields in encoded.readers.items()
-        }
-        teachers = {
-            name: CachedRows(self.stores[name], keys_of(encoded, name), encoded.readers[name]["answer"].width)
-            for name in self.wire.readers
-        }
+        """Returns the data set with teacher tokens in place of its text prompts, available behind `fill`."""
+        readers, teachers = {}, {}
+        for name, fields in encoded.readers.items():
+            given = zip(fields["text"].ids, fields["answer"].ids, strict=True)
+            keys = [key_of(text, answer) for text, answer in given]
+            readers[name] = {key: field for key, field in fields.items() if key != "text"}
+            teachers[name] = CachedRows(self.stores[name], keys, fields["answer"].width)
+        self._waiting.append((encoded, teachers))
         return dataclasses.replace(encoded, readers=readers, teachers=teachers)
 
-    def begin(self, readers: Tree) -> None:
-        self._readers = readers
-        self._fill()
-
-    def _fill(self) -> None:
-        if self._readers is None:
-            return
-        waiting, self._waiting = self._waiting, []
-        for encoded in waiting:
-            for name in self.wire.readers:
-                store, size = self.stores[name], place.round_up(self.cfg.eval.batch, self.placement.data)
-                read, what = functools.partial(self._read, name, encoded), f"{name}'s answers from the text itself"
-                count = store.fill(keys_of(encoded, name), read, batch=size, what=what)
+    def fill(self, readers: Tree) -> None:
+        """Computes what the caches lack of the data sets that were attached."""
+        size = place.round_up(self.cfg.eval.batch, self.placement.data)
+        for encoded, teachers in self._waiting:
+            for name, rows in teachers.items():
+                read = functools.partial(self._read, readers[name], name, encoded)
+                count = rows.store.fill(rows.keys, read, batch=size, what=f"{name}'s answers from the text itself")
                 if count:
-                    print(f"teacher {name}: {count:,} examples computed; cached in {store.folder}", flush=True)
+                    print(f"teacher {name}: {count:,} examples computed; cached in {rows.store.folder}", flush=True)
+        self._waiting.clear()
 
-    def _read(self, name: str, encoded: Encoded, positions: list[int]) -> Batch:
+    def _read(self, params: Tree, name: str, encoded: Encoded, positions: list[int]) -> Batch:
         """Returns the rows of some examples, padded to the store's length."""
         fields = place.put_eval(encoded.collate(positions)["readers"][name], self.placement.readers[name].mesh)
-        assert self._readers is not None
-        ids, logp = jax.device_get(self._likeliest(self._readers[name], fields, name))
+        ids, logp = jax.device_get(self._likeliest(params, fields, name))
         missing = ((0, 0), (0, self.cfg.data.answer_tokens - ids.shape[1]), (0, 0))
         return {"ids": np.pad(ids, missing), "logp": np.pad(logp, missing)}
 
@@ -95,12 +85,6 @@ class Teacher:
         logits = self.wire.answer_logits(params, name, text, fields)
         values, ids = jax.lax.top_k(jax.nn.log_softmax(logits.astype(jnp.float32), axis=2), self._count(name))
         return ids, values
-
-
-def keys_of(encoded: Encoded, name: str) -> list[bytes]:
-    """Returns, for each example, the digest of the reader's input: text prompt and answer tokens."""
-    fields = encoded.readers[name]
-    return [key_of(text, answer) for text, answer in zip(fields["text"].ids, fields["answer"].ids, strict=True)]
 
 
 class Reference:
@@ -114,42 +98,31 @@ class Reference:
         score: Callable[[Tree, Tree], jax.Array],
         identity: dict[str, str],
     ):
-        """Opens the cache of one model.
+        """Opens the cache of one model, `name` among the readers.
 
-        Args:
-            cfg: the run's configuration.
-            placement: its devices.
-            name: the model's name among the readers.
-            score: (parameters, fields) -> f32[b 2], of the chosen and the rejected answer.
-            identity: fingerprints of the model's weights and tokenizer, its storage and arithmetic.
+        `score`: (parameters, fields) -> f32[b 2], of the chosen and the rejected answer. `identity`: fingerprints of
+        the model's weights and tokenizer, its storage and arithmetic.
         """
         self.cfg, self.placement, self.name = cfg, placement, name
         self.store = Store(sources.cache_root() / "reference", identity, rows={"reference": ((2,), np.float32)})
         self._score = jax.jit(score)
-        # By identity of the pairs, which are held so that an id stays their own.
-        self._keys_by_id: dict[int, tuple[tuple[Pair, ...], list[bytes]]] = {}
+
+    def attach(self, data: Preferences) -> Preferences:
+        """Returns the pairs with the model's log-probabilities, "reference" f32[b 2], available behind `fill`."""
+        return dataclasses.replace(data, reference=CachedRows(self.store, [_key(pair) for pair in data.pairs]))
 
     def fill(self, data: Preferences, params: Tree) -> int:
-        """Computes and stores the missing pairs with the frozen model; returns how many."""
-        mesh = self.placement.readers[self.name].mesh
+        """Computes what the cache lacks of attached pairs with the frozen model; returns how many."""
+        assert data.reference is not None, "of `attach`"
+        pairs, mesh = dataclasses.replace(data, reference=None), self.placement.readers[self.name].mesh
 
         def read(positions: list[int]) -> Batch:
-            fields = data.collate(positions)["readers"][self.name]
+            fields = pairs.collate(positions)["readers"][self.name]
             return {"reference": jax.device_get(self._score(params, place.put_eval(fields, mesh)))}
 
         size = place.round_up(self.cfg.eval.batch, self.placement.data)
         what = "the reference model's log-probabilities"
-        return self.store.fill(self._keys(data), read, batch=size, what=what)
-
-    def lookup(self, data: Preferences) -> CachedRows:
-        """Returns positions -> {"reference": f32[b 2]}."""
-        return CachedRows(self.store, self._keys(data))
-
-    def _keys(self, data: Preferences) -> list[bytes]:
-        """Returns each pair's key, computed once a data set."""
-        if id(data.pairs) not in self._keys_by_id:
-            self._keys_by_id[id(data.pairs)] = (data.pairs, [_key(pair) for pair in data.pairs])
-        return self._keys_by_id[id(data.pairs)][1]
+        return self.store.fill(data.reference.keys, read, batch=size, what=what)
 
 
 def _key(pair: Pair) -> bytes:

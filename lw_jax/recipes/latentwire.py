@@ -44,7 +44,6 @@ class LatentWire(WireReaders):
         super().__init__(cfg, placed, outline=outline)
         encoder, arithmetic = cfg.encoder, precision.of(cfg.compute.dtype, placed.platform)
         spec = wire.EncoderSpec(
-            kind=encoder.kind,
             slots=encoder.slots,
             width=encoder.width,
             pooling=encoder.pooling,
@@ -93,7 +92,7 @@ class LatentWire(WireReaders):
         sizes = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.wire.readers}
         arguments = rngs.abstract(), body, sizes
         models = spec, {name: reader.config for name, reader in self.wire.readers.items()}
-        trace = functools.partial(jax.eval_shape, self._init, *arguments)
+        trace = functools.partial(jax.eval_shape, self.wire.init, *arguments)
         trainable = step_costs.once(self, "", "abstract", (models, arguments), trace)
         frozen = self._abstract_readers()
         if spec.pairs is not None and isinstance(spec.body, DecoderConfig):
@@ -110,9 +109,6 @@ class LatentWire(WireReaders):
         trainable = rules.shardings(tables.TRAINABLE, shapes.trainable, self.placement.learner, name="trainable")
         return Weights(trainable, frozen)
 
-    def _init(self, key: jax.Array, body: Tree | None, sizes: dict[str, jax.Array]) -> Tree:
-        return self.wire.init(key, body=body, embedding_rms=sizes)
-
     def build(self, frozen: Tree | None = None) -> Weights:
         placed = self.shardings()
         readers: Tree = self.load_frozen() if frozen is None else frozen
@@ -122,7 +118,7 @@ class LatentWire(WireReaders):
         key = rngs.stream(self.cfg.seed, "trainable")
         sizes = jax.device_get(place.replicate(self._embedding_sizes(readers), self.placement.learner))
         # On one device, as every placement has it whole: one program for all of them.
-        trainable = jax.device_put(jax.jit(self._init)(key, body, sizes), placed.trainable)
+        trainable = jax.device_put(jax.jit(self.wire.init)(key, body, sizes), placed.trainable)
         for start in self._starts():
             trainable = jax.device_put(start(trainable, readers), placed.trainable)
         return Weights(trainable, readers)
@@ -211,7 +207,7 @@ class LatentWire(WireReaders):
         placed, spec = self.shardings().frozen, self.wire.encoder
         readers = self._load_readers(placed)
         if self.cfg.loss.kl and self.cfg.loss.teacher_k:
-            self._teacher.begin(readers)
+            self._teacher.fill(readers)
         if SHARED in placed and self.body_location and spec.body:
             whole = place.whole(self.placement.learner)
             readers[SHARED] = frozen_models.load_body(self.body_location, spec.body.layers, spec.precision, whole)
@@ -238,7 +234,7 @@ class LatentWire(WireReaders):
 
     @functools.cached_property
     def curriculum(self) -> Curriculum:
-        return Curriculum(self.cfg, self.layout, self.tokenizers, self._teach)
+        return Curriculum(self.cfg, self.layout, self._teach)
 
     def longest_prompts(self) -> dict[str, int]:
         data = self.cfg.data

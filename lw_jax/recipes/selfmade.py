@@ -197,7 +197,7 @@ class SelfmadeReader(Recipe):
         self.tokenizer = load_tokenizer(self.folder)
         dtypes = precision.of(self.cfg.compute.dtype, self.placement.platform)
         self.wire = wire.Wire(
-            wire.EncoderSpec("none", 1, 1, "windows", 0, 1, None),
+            wire.EncoderSpec(1, 1, "windows", 0, 1, None),
             {"reader": wire.Reader(self.config, 1, tuple(self.tokenizer.stops), decoder.Mode(factors=dtypes.factors))},
         )
 

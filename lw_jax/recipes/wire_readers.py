@@ -80,21 +80,16 @@ class WireReaders(Recipe):
 
     # --- data
 
-    def _make_layout(
-        self, *, source: prompt_tokens.AnyTokenizer, window: int, windows: int, slots: int, width: int
-    ) -> prompt_tokens.Layout:
+    def _make_layout(self, *, source: prompt_tokens.AnyTokenizer, **sizes: int) -> prompt_tokens.Layout:
         """Returns the settings that determine an example's token ids; `prompt_tokens.Layout` has their meanings."""
         cfg = self.cfg
         return prompt_tokens.Layout(
             prompt=cfg.prompt,
             readers={name: prompt_tokens.Reader(self.tokenizers[name], llm.template) for name, llm in cfg.llms.items()},
             source=source,
-            window=window,
-            windows=windows,
-            slots=slots,
-            width=width,
             data=cfg.data,
             ratio=cfg.encoder.ratio,
+            **sizes,
         )
 
     def identity(self) -> dict[str, str]:

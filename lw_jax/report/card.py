@@ -3,10 +3,11 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from lw_jax.core.validation import MADE
 from lw_jax.data import row_sources
+from lw_jax.evals.results import ROW
 from lw_jax.hub import licences, wire_repository
 from lw_jax.hub.sources import SELFMADE
 from lw_jax.report import tables
@@ -17,40 +18,31 @@ if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
 LIBRARY = "latentwire-jax"
-COLUMNS = (
-    "row",
-    "reader positions",
-    "first answer token, ms",
-    "EM, %",
-    "F1, %",
-    "95 %",
-    "NLL, nats a token",
-    "examples",
-)
+COLUMNS = {  # of a row; of the intervals that of F1
+    name: ROW[name]._replace(interval=name == "f1")
+    for name in ("positions", "first_token_seconds", "em", "f1", "nll", "examples")
+}
 UNKNOWN = "not known to the program: state it here before you publish"
 
 
-class Publication(NamedTuple):
-    """What its owner states of a wire."""
+def render(run: Run, wire: WireFolder, sizes: Mapping[str, int], *, repository: str = "", licence: str = "") -> str:
+    """Returns the card of a wire that was exported from a run.
 
-    repository: str = ""  # of the hub, where it goes there
-    licence: str = ""  # the wire's own, by the hub's identifier; empty: not stated
-
-
-def render(run: Run, wire: WireFolder, sizes: Mapping[str, int], published: Publication) -> str:
-    """Returns the card of a wire that was exported from a run; `sizes`: bytes of its parts."""
-    name = published.repository.rpartition("/")[2] or run.workdir.resolve().name
+    `sizes`: bytes of its parts. Its owner states the `repository` of the hub, where it goes there, and the `licence` of
+    the wire itself by the hub's identifier; empty: not stated.
+    """
+    name = repository.rpartition("/")[2] or run.workdir.resolve().name
     parts = [
         _what(run, wire),
-        _use(run, wire, published.repository),
+        _use(run, wire, repository),
         _results(run, wire),
-        _licences(run, wire, published.licence),
+        _licences(run, wire, licence),
         _models(wire),
         _made(run, wire),
         _limits(run, wire),
         _files(wire, sizes),
     ]
-    return "\n".join([_front(run, wire, name, published.licence), f"# {name}\n", *parts])
+    return "\n".join([_front(run, wire, name, licence), f"# {name}\n", *parts])
 
 
 def _front(run: Run, wire: WireFolder, name: str, licence: str) -> str:
@@ -190,12 +182,9 @@ def _results(run: Run, wire: WireFolder) -> str:
         head, *figures = verdict.text.split("; ")
         lines += [f"- {head}", *(f"  - {figure}" for figure in figures)]
     for reader, rows in run.evaluation["rows"].items():
-        table = tables.control(rows)
-        named = {table.head.index(name) for name in COLUMNS if name in table.head}
-        f1 = list(table.head).index("F1, %")
-        shown = sorted(named - {table.head.index("95 %")} | {f1 + 1})  # of the intervals that of F1
-        head = ["95 % of F1" if table.head[column] == "95 %" else table.head[column] for column in shown]
-        lines += [f"\nReader `{reader}`:\n", _table(head, [[row[column] for column in shown] for row in table.rows])]
+        table = tables.control(rows, COLUMNS)
+        head = ["95 % of F1" if cell == "95 %" else cell for cell in table.head]
+        lines += [f"\nReader `{reader}`:\n", _table(head, table.rows)]
     meanings = (f"`{row}` {meaning}" for row, meaning in tables.meanings(run.evaluation["rows"]).items())
     exact = "" if _is_exact(run, wire) else f", with the run's fp32 values, not this folder's {wire.dtype}"
     lines.append(_paragraph(f"The reader sees, beside the question: {'; '.join(meanings)}."))

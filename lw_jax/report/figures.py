@@ -52,12 +52,9 @@ class Panel:
 def draw_panels(
     panels: Sequence[Panel], *, borders: Sequence[tuple[str, int]] = (), label: str = "optimizer step"
 ) -> Figure:
-    """Returns the panels in one column over the same steps.
+    """Returns the panels, at least one, in one column over the same steps.
 
-    Args:
-        panels: at least one.
-        borders: (name, first step) of each stage of the run; a single one is not drawn.
-        label: of the steps.
+    `borders`: (name, first step) of each stage of the run; a single one is not drawn. `label`: of the steps.
     """
     figure = Figure(figsize=(10, 0.7 + 2.4 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
@@ -186,9 +183,7 @@ def _by_slots(curve: Curve | None, reader: str, quality: str) -> tuple[list[floa
 def to_svg(figure: Figure, *, label: str) -> str:
     """Returns an <svg> element for a page: text stays text, black becomes the page's text colour, no background.
 
-    Args:
-        figure: any.
-        label: its description for screen readers, plain text.
+    `label`: the figure's description for screen readers, plain text.
     """
     file = StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))

@@ -87,12 +87,11 @@ def verdict(run: Run) -> Verdict:
 
 
 def training(run: Run) -> list[Panel]:
-    lines = {
-        ("loss", "nats a token"): series.read_line(run, "train/loss", "training"),
-        ("learning rate", ""): series.read_line(run, "train/learning_rate", "learning rate"),
-        ("speed", "tokens/s"): series.read_line(run, "train/tokens_per_second", "all devices"),
-    }
-    return series.keep_drawable([Panel(title, unit, [line], title == "loss") for (title, unit), line in lines.items()])
+    loss = series.read_line(run, "train/loss", "training")
+    rate = series.read_line(run, "train/learning_rate", "learning rate")
+    speed = series.read_line(run, "train/tokens_per_second", "all devices")
+    panels = [Panel("loss", "nats a token", [loss], True), Panel("learning rate", "", [rate], False)]
+    return series.keep_drawable([*panels, Panel("speed", "tokens/s", [speed], False)])
 
 
 def validation(run: Run) -> list[Panel]:

@@ -13,11 +13,11 @@ KINDS = {
     "length": ("Window length", "constant tokens a step"),
     "batch": ("Batch of one device", "without accumulation"),
 }
-HEAD = {  # heading -> whether it is a text column
-    **{"kind": True, "target": True, "devices": False, "window": False, "batch": False, "micro x acc.": False},
-    **{"remat": True, "s/step": False, "tokens/s": False, "a device": False, "efficiency": False, "MFU": False},
-    **{"weights": False, "optimizer": False, "activations": False, "peak": False, "memory from": True},
-}
+HEAD = (
+    *("kind", "target", "devices", "window", "batch", "micro x acc.", "remat", "s/step", "tokens/s", "a device"),
+    *("efficiency", "MFU", "weights", "optimizer", "activations", "peak", "memory from"),
+)
+TEXTS = ("kind", "target", "remat", "memory from")  # columns of text
 
 
 def tables(run: Run) -> list[tuple[str, Table]]:
@@ -41,9 +41,8 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     cells = [_cells(row, efficiency(row, rows)) for row in ordered]
     muted = frozenset(i for i, row in enumerate(ordered) if row["kind"] != "measured")
     shown = [i for i in range(len(HEAD)) if any(line[i] for line in cells)]
-    names, is_text = list(HEAD), list(HEAD.values())
-    texts = frozenset(place for place, i in enumerate(shown) if is_text[i])
-    return Table([names[i] for i in shown], [[line[i] for i in shown] for line in cells], muted, texts)
+    texts = frozenset(place for place, i in enumerate(shown) if HEAD[i] in TEXTS)
+    return Table([HEAD[i] for i in shown], [[line[i] for i in shown] for line in cells], muted, texts)
 
 
 def _place(row: dict[str, Any]) -> tuple[int, int, int]:

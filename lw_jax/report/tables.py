@@ -138,9 +138,9 @@ def meanings(readers: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     return {row: ROWS[row].meaning for row in measured if row in ROWS}
 
 
-def control(rows: Mapping[str, Mapping[str, Any]]) -> Table:
-    columns = {name: column for name, column in ROW.items() if any(name in figures for figures in rows.values())}
-    return _compare("row", rows, columns)
+def control(rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, Column] = ROW) -> Table:
+    measured = {name: column for name, column in columns.items() if any(name in figures for figures in rows.values())}
+    return _compare("row", rows, measured)
 
 
 def between(readers: Mapping[str, Mapping[str, Any]]) -> Table:

