@@ -19,9 +19,9 @@ from lw_jax.core import config, config_file, validation
 from lw_jax.core.command_line import take_assignments
 from lw_jax.core.errors import UserError
 from tests import tiny
+from tests.commands import PROJECT
 from tests.test_layers import FLOORS
 
-PROJECT = Path(__file__).resolve().parent.parent.parent
 DOCUMENTS = sorted([*PROJECT.glob("*.md"), *PROJECT.glob("docs/*.md")])
 HISTORY = ("CHANGELOG.md",)  # names what is gone
 GENERATED = ("planning.md",)  # its commands are explained in its text, not marked

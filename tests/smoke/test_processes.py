@@ -23,8 +23,7 @@ from lw_jax.commands import loading, parser
 from lw_jax.core import config, runtime
 from lw_jax.recipes.latentwire import LatentWire
 from tests import tiny
-
-PROJECT = Path(__file__).resolve().parent.parent.parent
+from tests.commands import PROJECT
 
 PATIENCE = 600  # seconds for both processes, on a machine busy with other work
 STEPS = 6
