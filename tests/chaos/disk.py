@@ -1,6 +1,7 @@
 """Full disks and folders that cannot be written: one line, code 2, and nothing of what was whole is lost."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 import shutil
@@ -10,10 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.chaos import runs
-from tests.chaos.runs import Check
 
 SMALL = 24_000  # bytes: a log fits, a checkpoint's arrays do not
-_LINES = 1  # of standard error, of an error that the user can mend
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    name: str
+    holds: bool | None  # None: skipped
+    detail: str
+    reproduce: str = ""
 
 
 def run(folder: Path) -> list[Check]:
@@ -82,7 +89,7 @@ def _told(code: int | None, log: Path) -> str:
         return f"code {code}, last line {text.strip().splitlines()[-1:]}"[:300]
     if "Traceback" in text:
         return f"{text.count('Traceback')} tracebacks above the line"
-    return "" if len(errors) == _LINES else f"{len(errors)} lines of error"
+    return "" if len(errors) == 1 else f"{len(errors)} lines of error"
 
 
 def _resumed(name: str, config: Path, workdir: Path, whole: Path, log: Path) -> Check:

@@ -72,11 +72,7 @@ def _one(
         told.append("checkpoint" if in_checkpoint else f"{moment:.2f} s")
         code = None
     if code is None:
-        process = runs.start(runs.train(config, workdir), log)
-        process.join(runs.PATIENCE)
-        code = process.exitcode
-        if code is None:
-            process.kill()
+        code = runs.finish(runs.train(config, workdir), log)
     with lock:
         fault = f"code {code}" if code != 0 else runs.compare(workdir, whole)
         tally.runs += 1
