@@ -130,9 +130,6 @@ def check(command: str) -> None:
         check_pytest(words[1:])
     elif words[1] == "run.py":
         check_run(words[2:])
-    elif words[1] == "-m":
-        package = PROJECT / words[2].replace(".", "/")
-        check_script(package / "__main__.py", words[3:])
     elif words[1] != "-c":
         check_script(PROJECT / words[1], words[2:])
 
