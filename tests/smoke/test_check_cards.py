@@ -57,5 +57,6 @@ def test_two_virtual_devices_reduce_train_alike_and_resume(tmp_path, capsys, mon
     told = capsys.readouterr().out
     assert "2 virtual devices" in told and "all alike" in told
     assert "| single | data=1 x model=1 on 1 cpu; 1 of 2" in told and "qwen on 1" in told
+    assert float(re.findall("last loss ([0-9.]+)", told)[0]) > 1, "nats of readers that have learned nothing"
     assert re.search(r"\| all-reduce \| 1 MB a card \| [0-9.]+ GB/s \|", told)
     assert re.search(r"\| kill, resume \| split, 100 steps \| 0.0e\+00 from a whole run \|", told)
