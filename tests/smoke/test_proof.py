@@ -90,6 +90,7 @@ def test_message_crosses_a_pipe_and_is_answered_as_from_its_text(trained: Path, 
     (tmp_path / "notes.txt").write_text(TEXT, encoding="utf-8")
     words = ("--workdir", str(trained), *QUESTION, "--context", "notes.txt", "--bits", "6")
     alone = start("answer", *words, cwd=tmp_path, environ=environment(1))
+    assert alone.returncode == 0, alone.stderr
     answer = f"{shlex.quote(sys.executable)} {shlex.quote(str(PROJECT / 'run.py'))} answer --workdir {trained}"
     piped = f"{answer} --context - --bits 6 --write - | {answer} --message - {shlex.join(QUESTION)}"
     options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment(1), "check": True}
