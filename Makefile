@@ -50,9 +50,10 @@ newer-jax: $(VENV)/.newer  ## what follows JAX's version: models, compiled plans
 		ttt_kernel wire) $(addprefix tests/unit/planning/test_, gpus hlo_counts planner) \
 		$(addprefix tests/unit/training/test_, checkpoint optimizers traced_costs))
 
-# Not in `test-all`. Runs that failed lie in chaos-failures/, pytest tells the inputs; the code is then not 0.
+# Not in `test-all`: of tests/chaos pytest collects the files that are named.
 chaos: $(VENV)/.dev  ## kills, damage, mutated input and full disks, for MINUTES=10, from SEED=0
-	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0)
+	CHAOS_MINUTES=$(or $(MINUTES),10) CHAOS_SEED=$(or $(SEED),0) $(BIN)/python -m pytest -rP --numprocesses 2 \
+		tests/chaos/kills.py tests/chaos/disk.py tests/unit/chaos
 
 lint: $(VENV)/.dev
 	@begun=$$(date +%s); $(BIN)/ruff format --check . && $(BIN)/ruff check . && \

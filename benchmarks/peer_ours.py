@@ -17,6 +17,7 @@ from lw_jax import recipes
 from lw_jax.benchmarking import timing
 from lw_jax.core import runtime
 from lw_jax.core.config import Config
+from lw_jax.core.tree import flatten_paths
 from lw_jax.core.types import EXACT, TASKS
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import families, peft, weights
@@ -25,7 +26,6 @@ from lw_jax.planning import workload
 from lw_jax.recipes import frozen_models
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
-from sharding.rules import path_of
 
 SEED = 0
 
@@ -86,8 +86,7 @@ def _write(cfg: Config, case: Path) -> Any:
 
 def flatten(tree: Any) -> dict[str, np.ndarray]:
     """Returns a tree's arrays by path, those of a reader under its name."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {path_of(path).removeprefix("readers/"): np.asarray(leaf) for path, leaf in leaves}
+    return {path.removeprefix("readers/"): np.asarray(leaf) for path, leaf in flatten_paths(tree).items()}
 
 
 def trainable(cfg: Config, recipe: Any) -> Any:

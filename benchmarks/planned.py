@@ -56,17 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(config: str, assignments: dict[str, str], point: str, steps: int) -> Row:
-    return run(common.load(config, assignments), point, steps=steps)
-
-
-def run(cfg: Config, point: str, *, steps: int) -> Row:
     """Returns what is planned for a point and what it takes; raises UserError where it names no reader or no size."""
     import jax
 
     from lw_jax.benchmarking.measurement import Measured
     from lw_jax.planning import hardware, hlo_counts, planner, roofline
 
-    own = at(cfg, point)
+    own = at(common.load(config, assignments), point)
     found = Measured(*planner.resolve_auto(own), repeats=steps)
     (told,), target, reached = found.step(), hardware.here(own).target, found.ceilings
     needs, seconds = found.needs, told.seconds

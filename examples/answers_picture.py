@@ -8,7 +8,6 @@ The cards are the first of the evaluation; none is chosen.
 """
 
 import argparse
-import json
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -22,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lw_jax.core import environment
 from lw_jax.core.errors import UserError, leave
+from lw_jax.report import records
 from lw_jax.report.figures import COLOURS
-from lw_jax.training import run_folder
 
 COLUMNS = {"text": "with the text", "latents": "with its latents", "shuffled": "with another\ncard's latents"}
 ROWS = COLUMNS | {"none": "with neither"}
@@ -45,24 +44,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read(run: Path, reader: str) -> tuple[list[dict[str, Any]], dict[str, Any], int]:
     """Returns the first cards with their answers by row, the figures by reader and row, the number of latents."""
-    if not (run / "eval.json").is_file():
+    found = records.read(run)
+    if not found.evaluation:
         raise UserError(f"{run}: it has no eval.json; run `python run.py eval --workdir {run}` first.")
-    rows = json.loads((run / "eval.json").read_text("utf-8"))["rows"]
+    cfg, rows = found.cfg, found.evaluation["rows"]
     if reader not in rows:
         raise UserError(f"--reader {reader}: this run has {', '.join(rows)}.")
-    cfg = run_folder.read_config(run)
     environment.hide_idle_cuda()  # before anything imports JAX
     from lw_jax.data import examples
 
     texts = examples.load(cfg.data, "validation", seed=cfg.seed)
     cards: dict[int, dict[str, Any]] = {}
-    for line in (run / "predictions.jsonl").read_text("utf-8").splitlines():
-        found = json.loads(line)
-        if found["reader"] == reader:
-            example = texts[found["index"]]
-            assert example.question == found["question"], found
-            card = cards.setdefault(found["index"], {"context": example.context, "question": example.question})
-            card[found["row"]] = (found["prediction"], found["em"] == 1)
+    for one in found.predictions:
+        if one["reader"] == reader:
+            example = texts[one["index"]]
+            assert example.question == one["question"], one
+            card = cards.setdefault(one["index"], {"context": example.context, "question": example.question})
+            card[one["row"]] = (one["prediction"], one["em"] == 1)
     return list(cards.values())[:CARDS], rows, cfg.encoder.slots
 
 

@@ -8,7 +8,6 @@ No encoder takes part: what fails here is not learning but plumbing (BOS, positi
 """
 
 import argparse
-import functools
 import sys
 import time
 from pathlib import Path
@@ -45,17 +44,17 @@ def main(argv: list[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     reader = load_lm(asked.model)
     ids = choose(asked.text, reader, asked.passages, asked.tokens)
-    begin = list(reader.tokenizer.begin)
     print(f"{ids.shape[0]} passages of {ids.shape[1]} tokens into {asked.slots} slots of {asked.width or 'all'} values")
-    cram = Cram(reader, jnp.asarray(ids), begin, slots=asked.slots, width=asked.width)
+    cram = Cram(reader, jnp.asarray(ids), slots=asked.slots, width=asked.width)
     latents = cram.run(asked.steps, asked.rate, every=asked.every)
-    repeated = np.asarray(cram.repeat(reader.params, latents))
+    repeated = np.asarray(cram.repeat(latents))
     exact = (repeated == ids).all(axis=1)
     print(f"repeated exactly by generation: {int(exact.sum())} of {len(exact)}")
     if asked.width:
+        measure = jax.jit(cram.score)
         for bits in BITS:
             sent = codec.quantise(codec.normalise(latents), bits)
-            nll, right = cram.measure(reader.params, sent)
+            nll, right = measure(reader.params, sent)
             print(f"{bits} bits a value: nll {float(nll):.4f}, accuracy {float(right):.4f}")
     return 0 if exact.all() else 1
 
@@ -73,8 +72,8 @@ def choose(path: str, reader: LM, count: int, tokens: int) -> np.ndarray:
 class Cram:
     """Latents [n m z] of n passages, and the reader that must repeat them."""
 
-    def __init__(self, reader: LM, ids: jax.Array, begin: list[int], *, slots: int, width: int):
-        self.reader, self.ids, self.begin, self.width = reader, ids, begin, width
+    def __init__(self, reader: LM, ids: jax.Array, *, slots: int, width: int):
+        self.reader, self.ids, self.width = reader, ids, width
         size = reader.config.width
         self.shape = (ids.shape[0], slots, width or size)
         self.gain = adapter.rms(reader.params["embed"], axis=None).reshape(())
@@ -84,7 +83,7 @@ class Cram:
     def prompt(self, params, latents: jax.Array) -> jax.Array:
         """Returns BOS and the slots as embeddings [n p d]."""
         prefix = codec.normalise(latents) @ self.matrix if self.width else latents
-        begin = jnp.broadcast_to(jnp.asarray(self.begin, jnp.int32)[None], (self.shape[0], len(self.begin)))
+        begin = jnp.tile(jnp.array(self.reader.tokenizer.begin, jnp.int32), (self.shape[0], 1))
         return jnp.concatenate([decoder.embed(params, begin), prefix * self.gain], axis=1)
 
     def score(self, params, latents: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -97,13 +96,9 @@ class Cram:
         nll, count = token_losses.nll(logits, self.ids, weights)
         return nll / count, token_losses.hits(logits, self.ids, weights)[0] / count
 
-    @functools.cached_property
-    def measure(self):
-        """Returns the jitted `score`."""
-        return jax.jit(self.score)
-
-    def repeat(self, params, latents: jax.Array) -> jax.Array:
+    def repeat(self, latents: jax.Array) -> jax.Array:
         """Returns what the reader says, ids [n t]."""
+        params = self.reader.params
         prompt = self.prompt(params, latents)
         sampling = decode.Sampling(self.ids.shape[1], ())
         mask = jnp.ones(prompt.shape[:2], bool)

@@ -19,11 +19,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import jax
-
 from examples import row_runs
 from examples.ablate import BERT, BYTES
 from lw_jax import recipes
+from lw_jax.core.tree import flatten_paths
 from lw_jax.training import run_folder
 
 LEARNED = ("encoder.pooling=queries", "adapter.start=random")  # slots begin as random queries
@@ -88,9 +87,8 @@ def _trained(folder: Path) -> int:
     if not cfg.train.steps:
         return 0
     recipe = recipes.outline(cfg)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(recipe.abstract().trainable):
-        name = "/".join(str(part.key) for part in path)
-        rate = next(rate for pattern, rate in recipe.rates if re.fullmatch(pattern, name))
+    for path, leaf in flatten_paths(recipe.abstract().trainable).items():
+        rate = next(rate for pattern, rate in recipe.rates if re.fullmatch(pattern, path))
         if any(rate) if isinstance(rate, tuple) else rate:
             total += 4 * math.prod(leaf.shape)
     return total

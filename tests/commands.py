@@ -13,11 +13,10 @@ import pytest
 PROJECT = Path(__file__).resolve().parents[1]
 
 
-def start(*argv: str, cwd: Path, **kwargs) -> subprocess.CompletedProcess[str]:
+def start(*argv: str, cwd: Path, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Runs run.py as a user would."""
     command = [sys.executable, str(PROJECT / "run.py"), *argv]
-    environ = environment(1)
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, check=False, **kwargs)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, check=False)
 
 
 # Runs each of several command lines in turn and prints, as JSON, [exit code, standard output, standard error] of each.
@@ -59,11 +58,6 @@ def environment(devices: int) -> dict[str, str]:
     quiet = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_NUM_CPU_DEVICES")
     kept = {key: value for key, value in os.environ.items() if key not in quiet}
     return kept | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-
-
-def quick_environment(devices: int) -> dict[str, str]:
-    """The settings of conftest.py, for tiny models whose compilation takes the time."""
-    return os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(PROJECT)}
 
 
 def need_compiler() -> None:

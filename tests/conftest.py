@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jaxtyping import install_import_hook
 
+import tests.typecheck  # noqa: F401  what the hook names must be there
 from lw_jax.core import environment
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,13 +47,7 @@ if "LW_JAX_TEST_NETWORK" not in os.environ:
 environment.hide_idle_cuda()
 
 # Shapes and dtypes in the annotations of the models are checked in every call that a test makes.
-os.environ.setdefault("LW_JAX_TEST_TYPES", "1")
-if os.environ["LW_JAX_TEST_TYPES"] == "1":
-    from jaxtyping import install_import_hook
-
-    import tests.typecheck  # noqa: F401  what the hook names must be there
-
-    install_import_hook("lw_jax.models", "tests.typecheck.check")
+install_import_hook("lw_jax.models", "tests.typecheck.check")
 
 # Compiled programs of several files; above it they are freed.
 PROGRAM_BYTES = 3e9

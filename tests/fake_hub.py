@@ -1,6 +1,6 @@
 """A model hub on 127.0.0.1: as much of its protocol as huggingface_hub needs to make, fill and read repositories.
 
-`start` serves it from a thread; `point` leads the hub's client there. Files go through the commit itself, never through
+`serve` serves it from a thread; `point` leads the hub's client there. Files go through the commit itself, never through
 LFS or Xet: `preupload` answers "regular" for all.
 """
 
@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -148,15 +149,15 @@ def _describe(name: str, data: bytes) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def start() -> Iterator[Hub]:
-    """Serves a hub without repositories."""
-    with Hub() as hub:
-        thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.05})
+def serve(server: Any) -> Iterator[Any]:
+    """Lets a server, as `Hub()`, answer from a thread."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield hub
+            yield server
         finally:
-            hub.shutdown()
+            server.shutdown()
             thread.join()
 
 

@@ -14,12 +14,11 @@ REPLAY = 2e-5  # fp32 logits of unit size, the same sums in another order
 KL = 1e-6  # nats per token: squares of the above
 
 
-def build(recipe: LatentWire, *, count: int = 6):
-    """(trainable, frozen, batch) with the text row of `count` validation cards of mixed lengths."""
-    built = recipe.build()
-    encoded = recipe.data("validation", rows=("text", "none", "truncated"))
-    batch = jax.tree.map(jnp.asarray, encoded.collate(range(count), rows=("text", "none", "truncated")))
-    return built.trainable, built.frozen, batch
+def build(recipe: LatentWire):
+    """(frozen weights, batch) with the text row of six validation cards of mixed lengths."""
+    encoded = recipe.data("validation", rows=("text",))
+    batch = jax.tree.map(jnp.asarray, encoded.collate(range(6), rows=("text",)))
+    return recipe.load_frozen(), batch
 
 
 def replay_prompt(params, fields) -> wire.Prompt:
@@ -43,7 +42,7 @@ def replay_prompt(params, fields) -> wire.Prompt:
 
 def replayed_embeddings_equal_ids(recipe: LatentWire) -> None:
     """B13 and B4: same logits, and so KL 0, whether the text comes as ids or as embeddings between the same words."""
-    _, frozen, batch = build(recipe)
+    frozen, batch = build(recipe)
     for name, fields in batch["readers"].items():
         assert len({int(n) for n in fields["text"]["mask"].sum(axis=1)}) > 1, "the batch must be ragged"
         params = frozen[name]
@@ -59,7 +58,7 @@ def replayed_embeddings_equal_ids(recipe: LatentWire) -> None:
 
 def text_nll(recipe: LatentWire) -> dict[str, np.ndarray]:
     """Per-example NLL of the gold answer under the text prompt."""
-    _, frozen, batch = build(recipe)
+    frozen, batch = build(recipe)
     found = {}
     for name, fields in batch["readers"].items():
         params = frozen[name]

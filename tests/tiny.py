@@ -104,18 +104,6 @@ def write_reader(folder: Path, family: str, *, seed: int = 0, **sizes: int) -> P
     return folder
 
 
-BERT = bert.BertConfig(
-    vocab=0,  # as many as the tokenizer has
-    width=42,
-    layers=3,
-    heads=6,
-    ffn=53,
-    norm_eps=1e-12,
-    max_positions=61,
-    token_types=2,
-)
-
-
 def write_bert(folder: Path, *, prefix: str = "", **fields: object) -> tuple[bert.BertConfig, Tree]:
     """Writes a random BERT-class body whose words are spelled by letters; `fields` go into config.json."""
     vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *string.ascii_lowercase, *(f"##{c}" for c in string.ascii_lowercase)]
@@ -131,7 +119,8 @@ def write_bert(folder: Path, *, prefix: str = "", **fields: object) -> tuple[ber
     backend.enable_padding(length=7)
     marks = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     PreTrainedTokenizerFast(tokenizer_object=backend, **marks).save_pretrained(str(folder))
-    cfg = dataclasses.replace(BERT, vocab=len(vocab))
+    sizes = {"width": 42, "layers": 3, "heads": 6, "ffn": 53, "max_positions": 61, "token_types": 2}
+    cfg = bert.BertConfig(vocab=len(vocab), norm_eps=1e-12, **sizes)
     rng = np.random.default_rng(7)
     params = jax.tree_util.tree_map_with_path(
         lambda path, leaf: (path[-1].key.endswith("norm") + rng.normal(size=leaf.shape) / 3).astype(np.float32),

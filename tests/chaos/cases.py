@@ -20,7 +20,6 @@ from tests.chaos.mutations import Files
 
 Sample = dict[str, bytes]
 LONGEST = 2000  # characters of a refusal
-BAD = ("raw traceback", "accepted though wrong")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +34,8 @@ class Kind:
     explicit: Callable[[Sample], Mapping[str, Files]] = lambda sample: {}  # name -> the issue's own examples
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    word: str  # "refused" | "accepted" | one of BAD
-    detail: str = ""
-
-
-def judge(kind: Kind, sample: Sample, changes: Files, folder: Path) -> Outcome:
-    """Returns what the product makes of the sample with these changes, laid into the folder."""
+def judge(kind: Kind, sample: Sample, changes: Files, folder: Path) -> str:
+    """Lays the sample with these changes into the folder; returns "refused", "accepted", or what is wrong."""
     lay(folder, sample, changes)
     said = io.StringIO()
     try:
@@ -52,13 +45,13 @@ def judge(kind: Kind, sample: Sample, changes: Files, folder: Path) -> Outcome:
     except (UserError, PlacementError) as error:
         text = str(error)
         if "\n" in text or len(text) > LONGEST:
-            return Outcome("raw traceback", f"a refusal of {len(text)} characters, {text.count(chr(10)) + 1} lines")
-        return Outcome("refused", text)
+            return f"a refusal of {len(text)} characters, {text.count(chr(10)) + 1} lines"
+        return "refused"
     except KeyboardInterrupt:
         raise
     except BaseException:  # noqa: BLE001 - what is counted here is everything that escapes
-        return Outcome("raw traceback", traceback.format_exc()[-2000:])
-    return Outcome("accepted though wrong", wrong[:300]) if wrong else Outcome("accepted")
+        return traceback.format_exc()[-2000:]
+    return f"accepted though wrong: {wrong[:300]}" if wrong else "accepted"
 
 
 def sample_of(kind: Kind) -> Sample:

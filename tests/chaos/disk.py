@@ -1,101 +1,89 @@
-"""Full disks and folders that cannot be written: one line, code 2, and nothing of what was whole is lost."""
+"""Full disks and folders that cannot be written: one line, code 2, and nothing of what was whole is lost.
+
+What this machine does not let us make is skipped.
+"""
 
 import contextlib
 import functools
 import os
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.chaos import runs
-from tests.chaos.runs import Check
 
 SMALL = 24_000  # bytes: a log fits, a checkpoint's arrays do not
-_LINES = 1  # of standard error, of an error that the user can mend
 
 
-def run(folder: Path) -> list[Check]:
-    """Tries all of them; those that this machine cannot make are told as skipped."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = runs.write_config(folder)
-    whole = runs.train_whole(config, folder)
-    return [_limited(config, whole, folder), _full(config, whole, folder), *_read_only(config, whole, folder)]
-
-
-def _limited(config: Path, whole: Path, folder: Path) -> Check:
-    """A process that may write no large file, as under a quota; then the same command without."""
-    workdir, log = folder / "limited", folder / "limited.log"
-    name, again = f"no file above {SMALL:,} bytes, then any", f"see {log}"
-    code = runs.finish(runs.train(config, workdir), log, prepare=functools.partial(runs.limit_files, SMALL))
-    if fault := _told(code, log):
-        return Check(name, False, fault, again)
-    return _resumed(name, config, workdir, whole, folder / "limited-again.log")
-
-
-def _full(config: Path, whole: Path, folder: Path) -> Check:
-    """A file system that fills up in the middle of the run; then a larger one."""
-    mount, log, name = folder / "mount", folder / "full.log", "a disk of half of what a run leaves, then a larger one"
-    half = sum(512 * path.stat().st_blocks for path in whole.rglob("*")) // 2
-    with _mounted(mount, f"size={half}") as done:
-        if not done:
-            return Check(name, None, "no file system can be mounted here: it takes root")
-        if fault := _told(runs.finish(runs.train(config, mount / "w"), log), log):
-            return Check(name, False, fault, f"see {log}")
-        _mount("remount,size=200m", mount)
-        return _resumed(name, config, mount / "w", whole, folder / "full-again.log")
-
-
-def _read_only(config: Path, whole: Path, folder: Path) -> Iterator[Check]:
-    """The verbs that write, in a run's folder that nobody may write to."""
-    mount = folder / "read-only"
-    with _mounted(mount, "size=200m") as done:
-        if not done and os.geteuid() == 0:
-            yield Check("a read-only folder", None, "root may write anywhere, and no file system can be mounted here")
-            return
-        workdir = mount / "w"
-        shutil.copytree(whole, workdir, dirs_exist_ok=True)
-        if done:
-            _mount("remount,ro", mount)
-        else:
-            _chmod(workdir, 0o555)
-        longer = "--config.train.log_every=2"
-        for verb, argv in {
-            "train": [*runs.train(config, workdir), longer],
-            "train anew": runs.train(config, mount / "other"),
-            "report": ["report", "--workdir", str(workdir)],
-            "export": ["export", "--workdir", str(workdir), "--model", str(mount / "model")],
-        }.items():
-            log = folder / f"read-only-{verb.replace(' ', '-')}.log"
-            fault = _told(runs.finish(argv, log), log)
-            yield Check(f"read-only folder: {verb}", not fault, fault or "code 2, one line", f"see {log}")
-        if not done:
-            _chmod(workdir, 0o755)
-
-
-def _told(code: int | None, log: Path) -> str:
-    """Returns what is wrong with how a process has ended that the user can help; nothing where all is right."""
+def refuse(argv: list[str], log: Path, *, prepare: Callable[[], None] | None = None) -> None:
+    """Holds a command to the end of an error that the user can mend."""
+    code = runs.finish(argv, log, prepare=prepare)
     text = log.read_text("utf-8", errors="replace")
     errors = [line for line in text.splitlines() if line.startswith("error: ")]
-    if code != 2:
-        return f"code {code}, last line {text.strip().splitlines()[-1:]}"[:300]
-    if "Traceback" in text:
-        return f"{text.count('Traceback')} tracebacks above the line"
-    return "" if len(errors) == _LINES else f"{len(errors)} lines of error"
+    assert (code, len(errors), "Traceback" in text) == (2, 1, False), text[-2000:]
 
 
-def _resumed(name: str, config: Path, workdir: Path, whole: Path, log: Path) -> Check:
-    code = runs.finish(runs.train(config, workdir), log)
-    fault = f"code {code}" if code != 0 else runs.compare(workdir, whole)
-    return Check(name, not fault, fault or "code 2, one line; resumed to a bit-equal end", f"see {log}")
+def resume(config: Path, workdir: Path, whole: Path, log: Path) -> None:
+    assert runs.finish(runs.train(config, workdir), log) == 0, log.read_text("utf-8")[-2000:]
+    assert not runs.compare(workdir, whole)
+
+
+def test_a_run_that_may_write_no_large_file_goes_on_where_it_may(config: Path, whole: Path, tmp_path: Path) -> None:
+    workdir = tmp_path / "w"
+    refuse(runs.train(config, workdir), tmp_path / "log", prepare=functools.partial(runs.limit_files, SMALL))
+    resume(config, workdir, whole, tmp_path / "again")
+
+
+def test_a_run_whose_disk_fills_up_goes_on_where_it_is_larger(config: Path, whole: Path, tmp_path: Path) -> None:
+    half = sum(512 * path.stat().st_blocks for path in whole.rglob("*")) // 2
+    with mounted(tmp_path / "mount", f"size={half}") as done:
+        if not done:
+            pytest.skip("no file system can be mounted here: it takes root")
+        refuse(runs.train(config, tmp_path / "mount" / "w"), tmp_path / "log")
+        mount("remount,size=200m", tmp_path / "mount")
+        resume(config, tmp_path / "mount" / "w", whole, tmp_path / "again")
+
+
+@pytest.fixture(scope="module")
+def read_only(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder that nobody may write to, with the one of a run."""
+    folder = tmp_path_factory.mktemp("read_only")
+    with mounted(folder, "size=200m") as done:
+        if not done and os.geteuid() == 0:
+            pytest.skip("root may write anywhere, and no file system can be mounted here")
+        shutil.copytree(whole, folder / "w")
+        inside = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
+        for path in () if done else inside:
+            path.chmod(0o555)
+        if done:
+            mount("remount,ro", folder)
+        yield folder
+        for path in () if done else inside:
+            path.chmod(0o755)
+
+
+@pytest.mark.parametrize("verb", ["train", "train anew", "report", "export"])
+def test_a_verb_that_writes_into_a_read_only_folder_is_refused(
+    verb: str, read_only: Path, config: Path, tmp_path: Path
+) -> None:
+    workdir = read_only / "w"
+    argv = {
+        "train": [*runs.train(config, workdir), "--config.train.log_every=2"],
+        "train anew": runs.train(config, read_only / "other"),
+        "report": ["report", "--workdir", str(workdir)],
+        "export": ["export", "--workdir", str(workdir), "--model", str(read_only / "model")],
+    }
+    refuse(argv[verb], tmp_path / "log")
 
 
 @contextlib.contextmanager
-def _mounted(folder: Path, options: str) -> Iterator[bool]:
+def mounted(folder: Path, options: str) -> Iterator[bool]:
     """Mounts a file system in memory; False where this machine does not let us."""
     folder.mkdir(parents=True, exist_ok=True)
-    done = sys.platform == "linux" and os.geteuid() == 0 and _mount(options, folder)
+    done = mount(options, folder)
     try:
         yield done
     finally:
@@ -103,14 +91,9 @@ def _mounted(folder: Path, options: str) -> Iterator[bool]:
             subprocess.run(["umount", "--lazy", str(folder)], check=False, capture_output=True)
 
 
-def _mount(options: str, folder: Path) -> bool:
+def mount(options: str, folder: Path) -> bool:
     command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
     try:
         return subprocess.run(command, check=False, capture_output=True).returncode == 0
     except FileNotFoundError:
         return False
-
-
-def _chmod(folder: Path, mode: int) -> None:
-    for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
-        path.chmod(mode)

@@ -1,112 +1,89 @@
 """`kill -9` at any moment of a run and during its checkpoints: the same command must end as if nothing had been."""
 
-import dataclasses
+import itertools
 import os
 import random
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from tests.chaos import runs
 
+SEED, SECONDS = os.environ.get("CHAOS_SEED", "0"), 60 * float(os.environ.get("CHAOS_MINUTES", "1"))
+KILLS = 100  # no more than about so many
+RESERVE = 30.0  # seconds left for what was begun to end
+AT_ONCE = 2  # runs
 MOST = 8  # kills of one run, so that it ends
 PAUSE = 0.02  # seconds, at most, after a checkpoint's folder has appeared
 
-
-@dataclasses.dataclass
-class Tally:
-    at_random: int = 0
-    in_checkpoints: int = 0
-    runs: int = 0
-    equal: int = 0  # kills of runs whose end was equal
-    faults: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def kills(self) -> int:
-        return self.at_random + self.in_checkpoints
+IN_CHECKPOINT = "checkpoint"
+_comparing = threading.Lock()
 
 
-def run(*, seed: int, goal: int, seconds: float, folder: Path, parallel: int = 2) -> Tally:
-    """Kills runs, one at least, until `goal` kills have been, for about so many seconds; what was begun is finished."""
-    until = time.monotonic() + seconds
-    config = runs.write_config(folder)
-    runs.train_whole(config, folder)  # the second finds all programs in the compile cache
+def test_killed_runs_end_bit_equal_to_an_unbroken_one(config: Path, whole: Path, folder: Path) -> None:
+    """Kills runs, one at least, for about SECONDS; what was begun is finished."""
     began = time.monotonic()
-    whole = runs.train_whole(config, folder)
+    runs.train_whole(config, folder)  # again: it finds all programs in the compile cache
     took = time.monotonic() - began
-    tally, lock, numbers = Tally(), threading.Lock(), iter(range(10**6))
+    found: list[tuple[list[str], str]] = []  # of each run: its kills, and what is wrong with its end
+    numbers = itertools.count()
 
     def work() -> None:
-        while True:
-            with lock:
-                number = next(numbers)
-                if number and (time.monotonic() > until or tally.kills >= goal):
-                    return
-            _one(number, seed, config, folder, whole, took, tally, lock)
+        for number in numbers:
+            kills = sum(len(told) for told, _ in found)
+            if number and (time.monotonic() > began + SECONDS - RESERVE or kills >= KILLS):
+                return
+            found.append(kill(f"{SEED} {number}", config, folder / f"run-{number}", whole, took))
 
-    threads = [threading.Thread(target=work) for _ in range(parallel)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return tally
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for done in [pool.submit(work) for _ in range(AT_ONCE)]:
+            done.result()
+    kills = [one for told, _ in found for one in told]
+    equal = sum(len(told) for told, fault in found if not fault)
+    print(f"{equal} of {len(kills)} kills ended bit-equal ({kills.count(IN_CHECKPOINT)} in checkpoints)")
+    assert kills and not [fault for _, fault in found if fault]
 
 
-def _one(
-    number: int, seed: int, config: Path, folder: Path, whole: Path, took: float, tally: Tally, lock: threading.Lock
-) -> None:
-    draw = random.Random(f"{seed} {number}")
-    workdir, log = folder / f"run-{number}", folder / f"run-{number}.log"
+def kill(seed: str, config: Path, workdir: Path, whole: Path, took: float) -> tuple[list[str], str]:
+    """Returns when a run was killed, and what is wrong with its end."""
+    draw, log = random.Random(seed), workdir.with_suffix(".log")
     told: list[str] = []
-    code: int | None = None
     for _ in range(MOST):
         process = runs.start(runs.train(config, workdir), log)
-        in_checkpoint = draw.random() < 0.5
-        moment = draw.uniform(0, took)
-        killed = _kill_in_checkpoint(process, workdir, draw) if in_checkpoint else _kill_after(process, moment)
-        code = process.exitcode
-        if not killed:
-            break
-        told.append("checkpoint" if in_checkpoint else f"{moment:.2f} s")
-        code = None
-    if code is None:
-        process = runs.start(runs.train(config, workdir), log)
-        process.join(runs.PATIENCE)
-        code = process.exitcode
-        if code is None:
-            process.kill()
-    with lock:
-        fault = f"code {code}" if code != 0 else runs.compare(workdir, whole)
-        tally.runs += 1
-        tally.in_checkpoints += told.count("checkpoint")
-        tally.at_random += len(told) - told.count("checkpoint")
-        if fault:
-            tally.faults.append(f"seed {seed}, run {number}, killed at {', '.join(told)}: {fault}; {workdir}, {log}")
+        in_checkpoint, moment = draw.random() < 0.5, draw.uniform(0, took)
+        if in_checkpoint:
+            _wait_for_checkpoint(process, workdir, draw)
         else:
-            tally.equal += len(told)
-            shutil.rmtree(workdir, ignore_errors=True)
+            process.join(moment)
+        if not _kill(process):
+            code = process.exitcode
+            break
+        told.append(IN_CHECKPOINT if in_checkpoint else f"{moment:.2f} s")
+    else:
+        code = runs.finish(runs.train(config, workdir), log)
+    with _comparing:
+        fault = f"code {code}" if code != 0 else runs.compare(workdir, whole)
+    if not fault:
+        shutil.rmtree(workdir)
+        return told, ""
+    return told, f"seed {seed}, killed at {', '.join(told)}: {fault}; {workdir}, {log}"
 
 
-def _kill_after(process: ForkServerProcess, seconds: float) -> bool:
-    process.join(seconds)
-    return _kill(process)
-
-
-def _kill_in_checkpoint(process: ForkServerProcess, workdir: Path, draw: random.Random) -> bool:
-    """Kills while a checkpoint is being written; some are let pass first."""
+def _wait_for_checkpoint(process: ForkServerProcess, workdir: Path, draw: random.Random) -> None:
+    """Returns while a checkpoint is being written; some are let pass first."""
     passed, known, until = draw.randrange(4), _unfinished(workdir), time.monotonic() + runs.PATIENCE
     while process.is_alive() and time.monotonic() < until:
         found = _unfinished(workdir)
         if found - known:
             if passed <= 0:
                 time.sleep(draw.uniform(0, PAUSE))
-                break
+                return
             passed -= 1
         known = found
         time.sleep(0.0005)
-    return _kill(process)
 
 
 def _unfinished(workdir: Path) -> set[str]:

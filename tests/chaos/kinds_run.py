@@ -332,13 +332,9 @@ def _explicit_checkpoints(sample: Sample) -> dict[str, Files]:
         "another version": {"version": 2},
     }.items():
         changed = record | change
-        digest = _record_digest(changed)
+        digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
         found[f"signed: {name}"] = {f"{newest}record.json": json.dumps({"sha256": digest, "record": changed}).encode()}
     return found
-
-
-def _record_digest(record: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def _restore(folder: Path) -> Any:

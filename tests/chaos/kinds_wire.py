@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,7 @@ def _write(folder: Path) -> None:
     draw = np.random.default_rng(0)
     params = jax.tree.map(lambda leaf: np.asarray(draw.normal(size=leaf.shape), np.float32), SHAPES)
     cfg = run_folder.read_config(runs.write_run(folder / "run"))
-    for path in sorted((folder / "run").iterdir()):
-        path.unlink()
-    (folder / "run").rmdir()
+    shutil.rmtree(folder / "run")
     model = wire_folder.Model("folder/llama", True, "0" * 32, {"model.safetensors": "0" * 64}, "0" * 32)
     wire = wire_folder.WireFolder(
         format=wire_folder.FORMAT,

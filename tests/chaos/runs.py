@@ -1,6 +1,5 @@
 """Tiny training runs in processes that may be killed, limited or refused; what a run must have left at its end."""
 
-import dataclasses
 import functools
 import json
 import multiprocessing
@@ -37,14 +36,6 @@ def get_config():
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Check:
-    name: str
-    holds: bool | None  # None: skipped
-    detail: str
-    reproduce: str = ""
-
-
 def write_config(folder: Path) -> Path:
     """Writes the configuration of a run of some seconds, with its text."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,10 +63,12 @@ def start(argv: list[str], log: Path, *, prepare: Callable[[], None] | None = No
 
 
 def finish(argv: list[str], log: Path, *, prepare: Callable[[], None] | None = None) -> int | None:
-    """Starts the command and waits for its end; returns its code, or None where it has not come."""
+    """Starts the command and waits for its end; returns its code, or None where it had to be killed."""
     process = start(argv, log, prepare=prepare)
     process.join(PATIENCE)
-    return process.exitcode
+    code = process.exitcode
+    process.kill()
+    return code
 
 
 def train(config: Path, workdir: Path) -> list[str]:

@@ -7,7 +7,22 @@ import pytest
 pytest.importorskip("matplotlib", reason="matplotlib is absent: pip install -r requirements-dev.txt")
 
 from examples import check_cards, elastic_demo
-from tests.smoke.test_elastic_demo import small_words
+from tests import tiny
+
+SMALL = {
+    "encoder.kind": "bytes",
+    "encoder.source": "",
+    "encoder.layers": 1,
+    "encoder.width": 24,
+    "encoder.slots": 5,
+    "adapter.hidden": 40,
+    "adapter.start": "random",
+    "data.cards": 64,
+    "data.validation_limit": 16,
+    "optim.warmup_steps": 2,
+    "train.global_batch": 8,
+    "compute.remat": "none",
+}
 
 
 def test_placements_are_those_that_so_many_devices_allow():
@@ -36,8 +51,12 @@ def test_two_virtual_devices_reduce_train_alike_and_resume(tmp_path, capsys, mon
     monkeypatch.setattr(check_cards, "STEPS_STOPPED", 100)
     asked = check_cards.placements
     monkeypatch.setattr(check_cards, "placements", lambda n: {key: asked(n)[key] for key in ("single", "split")})
-    assert check_cards.main(["--virtual", "2", "--steps", "3", *small_words(tmp_path / "readers")]) == 0
+    values = SMALL | {f"llms.{name}.source": path for name, path in tiny.readers(tmp_path / "readers").items()}
+    words = [f"--config.{key}={value}" for key, value in values.items()]
+    assert check_cards.main(["--virtual", "2", "--steps", "3", *words]) == 0
     told = capsys.readouterr().out
     assert "2 virtual devices" in told and "all alike" in told
+    assert "| single | data=1 x model=1 on 1 cpu; 1 of 2" in told and "qwen on 1" in told
+    assert float(re.findall("last loss ([0-9.]+)", told)[0]) > 1, "nats of readers that have learned nothing"
     assert re.search(r"\| all-reduce \| 1 MB a card \| [0-9.]+ GB/s \|", told)
     assert re.search(r"\| kill, resume \| split, 100 steps \| 0.0e\+00 from a whole run \|", told)

@@ -19,9 +19,9 @@ from lw_jax.core import config, config_file, validation
 from lw_jax.core.command_line import take_assignments
 from lw_jax.core.errors import UserError
 from tests import tiny
+from tests.commands import PROJECT
 from tests.test_layers import FLOORS
 
-PROJECT = Path(__file__).resolve().parent.parent.parent
 DOCUMENTS = sorted([*PROJECT.glob("*.md"), *PROJECT.glob("docs/*.md")])
 HISTORY = ("CHANGELOG.md",)  # names what is gone
 GENERATED = ("planning.md",)  # its commands are explained in its text, not marked
@@ -38,56 +38,36 @@ class Command(NamedTuple):
     """One command of a document and what stands beside it."""
 
     document: str
-    line: int
     text: str
     beside: str
 
 
 def read(file: Path) -> str:
-    """Returns a document with an empty line for each line of a section whose code an earlier commit has."""
+    """Returns a document without the sections whose code an earlier commit has."""
     sections = re.split(r"^(?=#+ )", file.read_text("utf-8"), flags=re.MULTILINE)
-    return "".join("\n" * one.count("\n") if EARLIER.search(one) else one for one in sections)
+    return "".join(one for one in sections if not EARLIER.search(one))
 
 
-def read_blocks(text: str) -> Iterator[tuple[int, str, str]]:
-    """Yields (first line, language, content) of fenced and of indented blocks; language "" where none is named."""
-    fence, start, found = None, 0, []
-    for number, line in enumerate([*text.splitlines(), ""], 1):
-        if fence is None and line.startswith("```"):
-            fence, start, found = line[3:].strip(), number + 1, []
-        elif fence is not None and line.startswith("```"):
-            yield start, fence, "\n".join(found)
-            fence, found = None, []
-        elif fence is not None:
-            found.append(line)
-        elif line.startswith("    "):
-            yield number, "indented", line[4:]
+def read_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yields language, "" where none is named, and content of fenced blocks; ("indented", lines) of indented ones."""
+    for found in re.finditer(r"^```([^\n]*)\n(.*?)^```|(?:^    [^\n]*\n)+", text, re.MULTILINE | re.DOTALL):
+        yield ("indented", found[0]) if found[1] is None else (found[1].strip(), found[2])
 
 
 def find_commands(name: str, text: str) -> list[Command]:
     """Returns the commands of blocks, with their comments, and those of inline code, with their line or paragraph."""
     commands: list[Command] = []
-    whole, pending, first = "", False, 0
-    for start, language, content in read_blocks(text):
-        if language not in ("sh", "indented"):
-            continue
-        for number, line in enumerate(content.splitlines(), start):
-            whole, first = (f"{whole} {line.strip()}", first) if pending else (line.strip(), number)
-            if pending := whole.endswith("\\"):
-                whole = whole[:-1].rstrip()
-                continue
-            command, _, comment = whole.partition(" #")
+    for language, content in read_blocks(text):
+        for line in re.sub(r" *\\\n *", " ", content).splitlines() if language in ("sh", "indented") else ():
+            command, _, comment = line.strip().partition(" #")
             if command.startswith(STARTS):
-                commands.append(Command(name, first, command.strip(), comment))
-    prose = re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), text, flags=re.DOTALL)
-    number = 1
-    for part in re.split(r"(\n\n|\n(?=\||- ))", prose):  # a paragraph, an item or a row of a table
+                commands.append(Command(name, command.strip(), comment))
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    for part in re.split(r"\n\n|\n(?=\||- )", prose):  # a paragraph, an item or a row of a table
         for span in re.finditer(r"`([^`]+)`", part):
             command = " ".join(span[1].split())
             if command.startswith(STARTS):
-                beside = part[: span.start()] + part[span.end() :]
-                commands.append(Command(name, number + part[: span.start()].count("\n"), command, beside))
-        number += part.count("\n")
+                commands.append(Command(name, command, part[: span.start()] + part[span.end() :]))
     return commands
 
 
@@ -124,15 +104,13 @@ def check_script(file: Path, words: list[str]) -> None:
 
 def check_pytest(words: list[str]) -> None:
     paths = [word for word in words if word.startswith("tests")] or ["tests"]
-    files = [file for path in paths for file in ([PROJECT / path] if path.endswith(".py") else _tests(path))]
+    files = [
+        file for path in paths for file in (PROJECT.glob(path if path.endswith(".py") else f"{path}/**/test_*.py"))
+    ]
     source = "\n".join(file.read_text("utf-8") for file in files)
     chosen = re.findall(r"\w+", words[words.index("-k") + 1]) if "-k" in words else []
     for word in set(chosen) - {"or", "and", "not"}:
         assert word in source, f"-k {word} chooses no test"
-
-
-def _tests(folder: str) -> list[Path]:
-    return sorted((PROJECT / folder).rglob("test_*.py"))
 
 
 def check(command: str) -> None:
@@ -152,9 +130,6 @@ def check(command: str) -> None:
         check_pytest(words[1:])
     elif words[1] == "run.py":
         check_run(words[2:])
-    elif words[1] == "-m":
-        package = PROJECT / words[2].replace(".", "/")
-        check_script(package / "__main__.py", words[3:])
     elif words[1] != "-c":
         check_script(PROJECT / words[1], words[2:])
 
@@ -166,7 +141,7 @@ def test_every_command_is_accepted() -> None:
         try:
             check(text)
         except (UserError, AssertionError, OSError, ValueError) as error:
-            faults.append(f"{where.document}:{where.line}: {text}: {error}")
+            faults.append(f"{where.document}: {text}: {error}")
     assert not faults, "\n".join(faults)
 
 
@@ -198,7 +173,7 @@ CHEAP = {found.text: found for found in COMMANDS if _is_cheap(found)}
 
 
 def test_only_commands_of_run_py_are_unmarked() -> None:
-    others = [f"{found.document}:{found.line}: {text}" for text, found in CHEAP.items() if text.split()[1] != "run.py"]
+    others = [f"{found.document}: {text}" for text, found in CHEAP.items() if text.split()[1] != "run.py"]
     assert not others, f"mark them with their time, or with what they need: {others}"
 
 
@@ -218,8 +193,8 @@ def test_unmarked_commands_run_as_they_stand(home: Path, monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_python_of_the_documents_runs(home: Path, monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path) -> None:
     monkeypatch.chdir(home)
-    blocks = [(file.name, text) for file in DOCUMENTS for _, language, text in read_blocks(file.read_text("utf-8"))
-              if language == "python"]  # fmt: skip
+    blocks = [(file.name, block) for file in DOCUMENTS for block in read_blocks(file.read_text("utf-8"))]
+    blocks = [(name, text) for name, (language, text) in blocks if language == "python"]
     assert {"README.md", "wire.md", "configuration.md"} <= {name for name, _ in blocks}
     for name, text in blocks:
         if "def get_config" in text:
@@ -284,8 +259,8 @@ def _find_keys(text: str) -> list[str]:
 
 def test_drawing_of_the_packages_is_the_tested_order() -> None:
     text = (PROJECT / "docs" / "architecture.md").read_text("utf-8")
-    blocks = [line for _, language, line in read_blocks(text.partition("## A batch")[0]) if language == "indented"]
-    drawn = [re.split(r" {2,}", line.strip())[0].split(" | ") for line in blocks]
+    (drawing,) = [block for language, block in read_blocks(text.partition("## A batch")[0]) if language == "indented"]
+    drawn = [re.split(r" {2,}", line.strip())[0].split(" | ") for line in drawing.splitlines()]
     drawn = [[word.strip() for word in row] for row in drawn if row != ["|"]]
     tested = [[name.removeprefix("lw_jax.") for name in names if name != "lw_jax"] for names in FLOORS]
     assert drawn == [names for names in tested[::-1] if names]

@@ -21,8 +21,8 @@ from lw_jax.core import processes
 from lw_jax.core.errors import UserError
 from lw_jax.training import run_folder
 from sharding.errors import PlacementError
+from tests.commands import PROJECT
 
-PROJECT = Path(__file__).resolve().parent.parent.parent
 SMOKE = ["--config", "configs/smoke.py"]
 
 

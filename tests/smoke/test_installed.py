@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).resolve().parent.parent.parent
+from tests.commands import PROJECT
 
 USE = """
 import sys

@@ -2,6 +2,7 @@
 
 import base64
 import copy
+import os
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import nbformat
 import pytest
 
 from tests import notebook
-from tests.commands import quick_environment
+from tests.commands import PROJECT
 from tests.smoke import test_docs
 
 LARGEST = 100_000  # bytes of a picture
@@ -85,7 +86,8 @@ def test_notebook_runs_and_opens_its_own_run_with_the_same_outputs(
     stored: nbformat.NotebookNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))
-    env = quick_environment(1) | {"LW_JAX_CACHE": str(tmp_path / "cache"), "IPYTHONDIR": str(tmp_path / "ipython")}
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(PROJECT)}
+    env |= {"LW_JAX_CACHE": str(tmp_path / "cache"), "IPYTHONDIR": str(tmp_path / "ipython")}
     quick = copy.deepcopy(stored)
     for cell in code_cells(quick):
         if "parameters" in cell.metadata.get("tags", ()):

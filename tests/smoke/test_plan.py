@@ -1,18 +1,17 @@
-"""The verbs `plan` and `slurm` as a user runs them: GPUs that are not here, compiled for in processes of their own."""
+"""`plan` and `bench --target` as a user runs them: GPUs that are not here, compiled for in processes of their own."""
 
 import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from lw_jax.planning import plan_cache
-from tests.commands import need_compiler, start_several
+from tests.commands import PROJECT, need_compiler, start, start_several
 
-PROJECT = Path(__file__).resolve().parent.parent.parent
+# Without the settings that conftest.py gives JAX.
+ENVIRON = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}
 CONFIG = """
 from configs import smoke
 
@@ -41,11 +40,11 @@ importlib.metadata.distributions = distributions
 """
 
 
-def start(*argv: str, cwd: Path, **changes: str) -> subprocess.CompletedProcess[str]:
-    """Runs run.py as a user would, without the settings that conftest.py gives JAX."""
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))} | changes
-    command = [sys.executable, str(PROJECT / "run.py"), *argv]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, check=False, timeout=580)
+def run_here(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    environ = ENVIRON | {"LW_JAX_CACHE": str(folder / "cache"), "XDG_CONFIG_HOME": str(folder)}
+    done = start(*argv, cwd=folder, environ=environ)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +54,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, floa
     folder = tmp_path_factory.mktemp("planned")
     (folder / "small.py").write_text(CONFIG, encoding="utf-8")
     begun = time.monotonic()
-    done = start(*COMPILED, "--json", cwd=folder, LW_JAX_CACHE=str(folder / "cache"))
-    assert done.returncode == 0, done.stderr
+    done = run_here(folder, *COMPILED, "--json")
     assert done.stderr == "", "a plan that succeeds says nothing but the plan"
     return folder, json.loads(done.stdout), time.monotonic() - begun
 
@@ -84,9 +82,8 @@ def test_two_absent_gpus_are_compiled_for_before_any_reader_is_made(compiled: tu
 def test_a_second_call_reads_the_cached_plan(compiled: tuple[Path, dict, float]) -> None:
     folder, found, seconds = compiled
     begun = time.monotonic()
-    done = start(*COMPILED, cwd=folder, LW_JAX_CACHE=str(folder / "cache"))
+    done = run_here(folder, *COMPILED)
     assert time.monotonic() - begun < seconds / 2
-    assert (done.returncode, done.stderr) == (0, "")
     assert "compiled for the target" in done.stdout and "(cached)" in done.stdout
     assert f"chosen: {found['chosen']['strategy']} {found['chosen']['mesh']}" in done.stdout
 
@@ -94,9 +91,7 @@ def test_a_second_call_reads_the_cached_plan(compiled: tuple[Path, dict, float])
 @pytest.mark.slow
 def test_bench_predicts_for_absent_gpus_what_it_would_measure(compiled: tuple[Path, dict, float]) -> None:
     folder, found, _ = compiled
-    words = ("bench", *COMPILED[1:], "--parts", "step,encode", "--workdir", "out")
-    done = start(*words, cwd=folder, LW_JAX_CACHE=str(folder / "cache"))
-    assert done.returncode == 0, done.stderr
+    done = run_here(folder, "bench", *COMPILED[1:], "--parts", "step,encode", "--workdir", "out")
     assert done.stdout.startswith("2 x NVIDIA H100 80GB HBM3, absent: NOTHING IS MEASURED; peaks of the data sheet")
     rows = {row["part"]: row for row in json.loads((folder / "out" / "bench.json").read_text())["rows"]}
     assert list(rows) == ["step", "encode"]
@@ -104,25 +99,10 @@ def test_bench_predicts_for_absent_gpus_what_it_would_measure(compiled: tuple[Pa
     assert rows["step"]["predicted_seconds"] == pytest.approx(found["chosen"]["step_seconds"], rel=0.05)
 
 
-@pytest.mark.slow
-def test_slurm_writes_a_script_that_runs_the_cached_plan(compiled: tuple[Path, dict, float]) -> None:
-    folder, found, _ = compiled
-    script = folder / "job.sbatch"
-    words = ("slurm", *COMPILED[1:], "--output", str(script))
-    done = start(*words, cwd=folder, LW_JAX_CACHE=str(folder / "cache"), XDG_CONFIG_HOME=str(folder))
-    assert done.returncode == 0, done.stderr
-    subprocess.run(["bash", "-n", str(script)], check=True)
-    text = script.read_text(encoding="utf-8")
-    for path, value in plan_cache.decode(found).chosen.overrides().items():
-        assert f"--config.{path}={value}" in text
-    assert "--config small.py" in text and "estimated" not in text
-
-
 def test_an_absent_compiler_is_reported_with_its_remedy_and_arithmetic_stands_in(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BARE, encoding="utf-8")
     (tmp_path / "small.py").write_text(CONFIG, encoding="utf-8")
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}
-    environ |= {"LW_JAX_CACHE": str(tmp_path / "cache"), "PYTHONPATH": f"{PROJECT}:{tmp_path}"}
+    environ = ENVIRON | {"LW_JAX_CACHE": str(tmp_path / "cache"), "PYTHONPATH": f"{PROJECT}:{tmp_path}"}
     asked = ["plan", "--config", "small.py", "--target", "h100x1", "--json"]
     ((code, out, err),) = start_several({"plan": asked}, cwd=tmp_path, environ=environ).values()
     assert (code, err) == (0, "")

@@ -23,8 +23,7 @@ from lw_jax.commands import loading, parser
 from lw_jax.core import config, runtime
 from lw_jax.recipes.latentwire import LatentWire
 from tests import tiny
-
-PROJECT = Path(__file__).resolve().parent.parent.parent
+from tests.commands import PROJECT
 
 PATIENCE = 600  # seconds for both processes, on a machine busy with other work
 STEPS = 6
@@ -65,18 +64,18 @@ def free_job() -> str:
 
 @contextlib.contextmanager
 def joined(
-    *argv: str, folder: Path, count: int = 2, devices: int = 4, ranks: Sequence[int] = ()
+    *argv: str, folder: Path, devices: int = 4, ranks: Sequence[int] = (0, 1)
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Starts run.py as one step of `count` tasks, or some `ranks` of it; standard error lies in `folder`.
+    """Starts run.py as one step of two tasks, or one of its `ranks`; standard error lies in `folder`.
 
     None outlives the block.
     """
     job = free_job()
     started: list[subprocess.Popen[str]] = []
     try:
-        for rank in ranks or range(count):
+        for rank in ranks:
             step = {"SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_NODES": "1"}
-            step |= {"SLURM_NTASKS": str(count), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+            step |= {"SLURM_NTASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
             with (folder / f"stderr-{rank}").open("a") as stderr:
                 process = subprocess.Popen(
                     [sys.executable, "-u", str(PROJECT / "run.py"), *argv],

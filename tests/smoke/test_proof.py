@@ -5,7 +5,6 @@ trained run is asked of this one.
 """
 
 import json
-import re
 import shlex
 import subprocess
 import sys
@@ -14,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import run
 from configs import pairs
 from lw_jax.core import config, tree
 from lw_jax.data import question_cards
 from tests import tiny
-from tests.commands import PROJECT, QUESTION, TEXT, Done, environment, start, start_several
+from tests.commands import PROJECT, QUESTION, TEXT, environment, start
 
 VALUES = 30  # of each key: the best guess without the card
 CHANCE = 1 / VALUES
@@ -36,7 +36,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workdir = tmp_path_factory.mktemp("proof") / "run"
     flags = ["--config.eval.examples=192", "--config.eval.curve=f1", "--config.eval.curve_examples=96"]
     for words in (["--config", "configs/pairs.py"], ["eval", *flags]):
-        done = start(*words, "--workdir", str(workdir), cwd=workdir.parent)
+        done = start(*words, "--workdir", str(workdir), cwd=workdir.parent, environ=environment(1))
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return workdir
 
@@ -79,36 +79,24 @@ def test_a_run_leaves_what_the_readme_promises(trained: Path) -> None:
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
 
 
-@pytest.fixture(scope="module")
-def verbs(trained: Path) -> dict[str, Done]:
-    """What the verbs that need a trained run say of it."""
-    notes = trained.parent / "notes.txt"
-    notes.write_text(TEXT, encoding="utf-8")
-    at = ["--workdir", str(trained)]
-    commands = {
-        "report": ["report", *at],
-        "answer": ["answer", *at, *QUESTION, "--context", str(notes), "--bits", "6"],
-        "train again": ["--config", str(PROJECT / "configs" / "pairs.py"), *at],
-    }
-    return start_several(commands, cwd=trained.parent, environ=environment(1) | {"PYTHONPATH": str(PROJECT)})
-
-
-def test_verbs_take_up_what_the_run_has_left(trained: Path, verbs: dict[str, Done]) -> None:
-    assert {name: code for name, (code, _, _) in verbs.items() if code} == {}
+def test_report_of_it_says_that_the_message_carries_the_text(trained: Path) -> None:
+    assert run.main(["report", "--workdir", str(trained)]) == 0
     text = (trained / "report.html").read_text(encoding="utf-8")
     assert text.count("the message carries the text") == 2 and 'class="missing"' not in text
-    assert all(f"{name} from latents: " in verbs["answer"][1] for name in ("llama", "qwen"))
-    assert re.search(r"from step \d+", verbs["train again"][1])
 
 
-def test_message_crosses_a_pipe_and_is_answered_as_from_its_text(trained: Path, verbs, tmp_path: Path) -> None:
+def test_message_crosses_a_pipe_and_is_answered_as_from_its_text(trained: Path, tmp_path: Path) -> None:
     """The text comes from standard input, the message goes to standard output and into the other process."""
+    (tmp_path / "notes.txt").write_text(TEXT, encoding="utf-8")
+    words = ("--workdir", str(trained), *QUESTION, "--context", "notes.txt", "--bits", "6")
+    alone = start("answer", *words, cwd=tmp_path, environ=environment(1))
+    assert alone.returncode == 0, alone.stderr
     answer = f"{shlex.quote(sys.executable)} {shlex.quote(str(PROJECT / 'run.py'))} answer --workdir {trained}"
     piped = f"{answer} --context - --bits 6 --write - | {answer} --message - {shlex.join(QUESTION)}"
     options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment(1), "check": True}
     done = subprocess.run(["bash", "-o", "pipefail", "-c", piped], input=TEXT, **options)
     found = done.stdout.splitlines()
-    expected = [line for line in verbs["answer"][1].splitlines() if "from text" not in line]
+    expected = [line for line in alone.stdout.splitlines() if "from text" not in line]
     assert found[0] == "message: 790 bytes (16 x 64 values of 6 bits)" and expected[0].startswith(found[0])
     assert found[1:] == expected[1:] and len(found) == 4
 
@@ -127,7 +115,8 @@ def test_thirty_two_examples_overfit_by_generation(tmp_path: Path) -> None:
         "--config.train.eval_every=0"
     ).split()
     for verb in ("train", "eval"):
-        done = start(verb, "--config", "configs/pairs.py", *changes, "--workdir", "w", cwd=tmp_path)
+        words = (verb, "--config", "configs/pairs.py", *changes, "--workdir", "w")
+        done = start(*words, cwd=tmp_path, environ=environment(1))
         assert done.returncode == 0, done.stdout + done.stderr
     for found in json.loads((tmp_path / "w" / "eval.json").read_text(encoding="utf-8"))["rows"].values():
         assert found["latents"]["em"] > 0.9

@@ -19,8 +19,8 @@ from lw_jax.core import config, runtime
 from lw_jax.planning import planner
 from lw_jax.planning.plans import StepCandidate, StepPlan
 from lw_jax.slurm import size_comparison
+from tests.commands import PROJECT
 
-PROJECT = Path(__file__).resolve().parent.parent.parent
 JOB_ID = "4711"
 PATIENCE = 60  # seconds until a stand-in has started: two loaded cores import JAX in a few
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import lw_jax
 from lw_jax.commands import parser
+from tests.commands import PROJECT
 
-PROJECT = Path(__file__).resolve().parent.parent.parent
 ALWAYS_LATE = {"transformers", "torch", "matplotlib", "datasets", "pandas", "IPython"}
 NUMERIC = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "tensorstore", "tokenizers", "gguf", "scipy"}
 OF_THE_ARGUMENTS = ALWAYS_LATE | NUMERIC | {"numpy", "msgspec", "ml_collections", "absl", "yaml"}

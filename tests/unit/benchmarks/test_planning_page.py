@@ -2,17 +2,15 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 
 from benchmarks import planning_page
 from lw_jax.core import config, config_file
 from lw_jax.planning import planner
+from tests.commands import PROJECT
 
 pytestmark = pytest.mark.slow
-
-PROJECT = Path(__file__).resolve().parents[3]
 
 
 def test_the_command_prints_the_candidates_of_a_folder_of_plans_in_the_pages_order(tmp_path, capsys):

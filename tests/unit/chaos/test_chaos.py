@@ -1,4 +1,4 @@
-"""Mutated inputs of every kind of tests/chaos; `make chaos` draws more of them (CHAOS_INPUTS) from another seed."""
+"""Mutated inputs of every kind of tests/chaos; `make chaos` draws more of them, for its minutes, from its seed."""
 
 import math
 import os
@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import kinds_run, kinds_text, kinds_wire
-from tests.chaos.cases import BAD, draw, judge, sample_of
+from tests.chaos.cases import draw, judge, sample_of
 
 KINDS = {kind.name: kind for kind in (*kinds_text.KINDS, *kinds_run.KINDS, *kinds_wire.KINDS)}
 # kind -> how many are drawn, and every so many of all cases that is read; a page takes the most time.
-SEED, MORE = int(os.environ.get("CHAOS_SEED", "7")), int(os.environ.get("CHAOS_INPUTS", "0"))
+SEED, MORE = int(os.environ.get("CHAOS_SEED", "7")), int(15 * float(os.environ.get("CHAOS_MINUTES", "0")))
 TRIED = {kind: (40, 1) for kind in KINDS}
 TRIED |= {"configuration": (30, 2), "report": (30, 25), "report-language": (24, 4)}
 TRIED = dict.fromkeys(KINDS, (MORE, 1)) if MORE else TRIED
@@ -25,7 +25,6 @@ def test_no_input_ends_in_a_traceback_or_is_wrongly_taken(name: str, tmp_path: P
     sample = sample_of(kind)
     cases = [("valid", {}), *list(draw(kind, sample, count=count, seed=SEED).items())[::every_nth]]
     found = {case: judge(kind, sample, files, tmp_path / str(i)) for i, (case, files) in enumerate(cases)}
-    assert found["valid"].word == "accepted", found["valid"]
-    refused = sum(outcome.word == "refused" for outcome in found.values())
-    assert refused > len(found) / FEW.get(name, 4)
-    assert not {case: outcome for case, outcome in found.items() if outcome.word in BAD}
+    assert not {case: told for case, told in found.items() if told not in ("refused", "accepted")}
+    assert found["valid"] == "accepted"
+    assert list(found.values()).count("refused") > len(found) / FEW.get(name, 4)

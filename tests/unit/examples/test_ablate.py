@@ -6,14 +6,14 @@ import pytest
 
 from examples import ablate, methods, row_runs
 from lw_jax.core import config, config_file, validation
-from tests.conftest import ROOT
+from tests.commands import PROJECT
 
 
 @pytest.mark.parametrize("rows", [ablate.ROWS, methods.ROWS], ids=["ablate", "methods"])
 @pytest.mark.parametrize("file", ["configs/pairs.py", "configs/squad.py"])
 def test_every_row_is_a_valid_configuration(rows, file):
     for changes in rows.values():
-        values = config_file.load(file, root=ROOT)
+        values = config_file.load(file, root=PROJECT)
         config_file.override(values, dict(change.split("=", 1) for change in changes))
         validation.validate(config.build(values))
 

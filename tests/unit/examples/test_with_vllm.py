@@ -5,7 +5,6 @@ import contextlib
 import http.server
 import io
 import json
-import threading
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import pytest
 import lw_jax
 from examples import with_vllm
 from lw_jax.core.errors import UserError
-from tests import tiny
+from tests import fake_hub, tiny
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers")
@@ -97,16 +96,11 @@ class Server:
         with torch.no_grad():
             return torch.cat([next(rest) if i == self.hole else self.table(torch.tensor([i])) for i in ids])
 
-    @torch.no_grad()
     def generate(self, x, limit, stops):
-        ids = []
-        while len(ids) < limit:
-            best = int(self.model(inputs_embeds=x[None]).logits[0, -1].argmax())
-            if best in stops or best == self.model.config.eos_token_id:
-                break
-            ids.append(best)
-            x = torch.cat([x, self.table(torch.tensor([best]))])
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        settings = {"do_sample": False, "eos_token_id": [*stops, self.model.config.eos_token_id], "pad_token_id": 0}
+        seen = torch.ones(1, len(x), dtype=torch.long)
+        ids = self.model.generate(inputs_embeds=x[None], attention_mask=seen, max_new_tokens=limit, **settings)
+        return self.tokenizer.decode(ids[0], skip_special_tokens=True)
 
 
 @contextlib.contextmanager
@@ -129,14 +123,8 @@ def serve(folder=None, reply=None):
         def log_message(self, *args):
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
-        thread = threading.Thread(target=listener.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.server_port}", server
-        finally:
-            listener.shutdown()
-            thread.join()
+    with fake_hub.serve(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as listener:
+        yield f"http://127.0.0.1:{listener.server_port}", server
 
 
 def make_readers(folder):

@@ -302,7 +302,7 @@ def test_export_that_fails_leaves_the_wire_that_is_there(trained, exported, tmp_
 def hub(tmp_path, monkeypatch):
     """An empty hub, which this process's client takes for its own, and an empty cache."""
     monkeypatch.chdir(ROOT)
-    with fake_hub.start() as server:
+    with fake_hub.serve(fake_hub.Hub()) as server:
         fake_hub.point(monkeypatch, server.address, tmp_path / "cache")
         yield server
 
