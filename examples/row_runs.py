@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lw_jax.core.config import digest
 from lw_jax.core.config_file import load
+from lw_jax.core.files import content_hash
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,7 +52,7 @@ def main(bench: Bench, argv: Sequence[str]) -> int:
             before, behind = ("train.alarm=warn", *bench.flags), (*bench.rows[row], f"seed={seed}")
             first, last = ([f"--config.{change}" for change in changes] for changes in (before, behind))
             wanted[seed, row] = asked.out / f"{row.replace(' ', '-')}-{seed}", [*first, *flags, *last]
-    config = digest(load(asked.config, root=ROOT))  # of its values: the file, or what it imports, may be edited
+    config = content_hash(load(asked.config, root=ROOT).to_dict())  # of its values: the file, or what it imports, may be edited
     for folder, own in wanted.values():
         if note := _differs(folder, [asked.config, config, *own]):
             why = f"not of this --config with these values and flags, as {note} has them"
