@@ -52,7 +52,8 @@ def main(bench: Bench, argv: Sequence[str]) -> int:
             before, behind = ("train.alarm=warn", *bench.flags), (*bench.rows[row], f"seed={seed}")
             first, last = ([f"--config.{change}" for change in changes] for changes in (before, behind))
             wanted[seed, row] = asked.out / f"{row.replace(' ', '-')}-{seed}", [*first, *flags, *last]
-    config = content_hash(load(asked.config, root=ROOT).to_dict())  # of its values: the file, or what it imports, may be edited
+    # Of its values: the file, or what it imports, may be edited.
+    config = content_hash(load(asked.config, root=ROOT).to_dict())
     for folder, own in wanted.values():
         if note := _differs(folder, [asked.config, config, *own]):
             why = f"not of this --config with these values and flags, as {note} has them"
