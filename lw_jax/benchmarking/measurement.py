@@ -4,6 +4,7 @@ Weights and tokens are random and a step's batch is at the configuration's limit
 word is padded; `input` and `load` read the configuration's own data and weights.
 """
 
+import dataclasses
 import functools
 import tempfile
 import time
@@ -205,7 +206,12 @@ class Measured(Benchmark):
 
     def input(self) -> list[Row]:
         """Makes batches as training does and puts them on the devices, with no step between them."""
-        cfg, recipe = self.cfg, recipes.make(self.cfg, self.placement)
+        # Without what frozen models add from their caches: training fills these when it has loaded the models.
+        cfg, loss = self.cfg, self.cfg.loss
+        if loss.teacher_k:
+            loss = dataclasses.replace(loss, kl=0.0, teacher_k=0)
+        cfg = dataclasses.replace(cfg, loss=loss, dpo=dataclasses.replace(cfg.dpo, reference="recomputed"))
+        recipe = recipes.make(cfg, self.placement)
         loader = Loader(recipe.data_schedule(), global_batch=cfg.train.global_batch, seed=cfg.seed)
         padding, samples = [], []
         for _ in range(BATCHES):

@@ -84,6 +84,11 @@ def test_loading_and_reading_use_the_configurations_own_files(wire):
     assert row.samples_per_second == pytest.approx(4 / row.seconds.median) and 0 < row.padding < 1
 
 
+def test_batches_are_made_where_a_teacher_s_answers_are_not_in_their_cache(root):
+    (row,) = make(tiny.make_config(root, loss__kl=1.0, loss__teacher_k=2, train__global_batch=4)).measure("input")
+    assert row.seconds.median > 0 and not row.why_not
+
+
 def test_padding_counts_masks_and_answers_but_no_other_weights():
     mask = np.array([[True, True, False, False], [True, False, False, False]])
     answers = np.array([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
