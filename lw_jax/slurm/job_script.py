@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lw_jax.core import environment
-from lw_jax.core.errors import UserError
+from lw_jax.core.errors import UserError, one_line
 from lw_jax.core.runtime import REQUEUE
 from lw_jax.hub import sources
 from lw_jax.slurm import cluster_profile
@@ -120,10 +120,6 @@ def _directives(job: Job, site: Site, *, log: str) -> list[str]:
         "#SBATCH --open-mode=append",
         f'#SBATCH --output="{logs.replace("%", "%%")}/{log}.log"',
     ]
-
-
-def one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def write(file: Path, text: str, *, logs: Path) -> None:
