@@ -13,7 +13,6 @@ TEXT = "Mira keeps a copper lantern in the old mill. Tom keeps a silver bell in 
 QUESTIONS = ("What does Mira keep?", "Where is the bell?", "Who is in the barn?")
 pytestmark = pytest.mark.slow
 PLACED = {
-    "replicate 4": {"devices": 4},
     "fsdp 2": {"devices": 2, "strategy": "fsdp"},
     "data 2 x tensor 2": {"devices": 4, "strategy": "tensor", "model": 2},
     "tensor 4, of 2 heads of keys": {"devices": 4, "strategy": "tensor", "model": 4},
@@ -26,8 +25,7 @@ DECODED = 1e-3  # relative, of what a basis from other sums explains
 
 
 def make(root, **placed):
-    rows = ("text", "latents", "quarter")
-    return tiny.make_recipe(root, **CACHE, message__bytes=130, eval__rows=rows, **placed)
+    return tiny.make_recipe(root, **CACHE, message__bytes=130, eval__rows=("text", "latents"), **placed)
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,11 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def config_path(root, tmp_path_factory) -> Path:
     """A file of a small configuration over both readers."""
-    values = config.to_dict(tiny.make_config(root, train__steps=STEPS, compute__dtype="fp32"))
-    path = tmp_path_factory.mktemp("config") / "two.py"
+    return write_config(tmp_path_factory.mktemp("config") / "two.py", root)
+
+
+def write_config(path: Path, root: Path, **changes: object) -> Path:
+    values = config.to_dict(tiny.make_config(root, train__steps=STEPS, compute__dtype="fp32", **changes))
     code = f"from ml_collections import ConfigDict\n\n\ndef get_config():\n    return ConfigDict({values!r})\n"
     path.write_text(code, encoding="utf-8")
     return path
@@ -174,10 +177,11 @@ sys.exit(run.main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_first_process_chooses_placement_and_micro_batch_for_both(config_path, tmp_path, monkeypatch):
+def test_first_process_chooses_placement_and_micro_batch_for_both(root, tmp_path, monkeypatch):
     (tmp_path / "run.py").write_text(OTHERWISE.format(project=str(PROJECT)), encoding="utf-8")
-    argv = ["train", "--config", str(config_path), "--workdir", str(tmp_path / "w"), "--config.mesh.placement=auto"]
-    argv += ["--config.compute.remat=auto", "--config.mesh.memory_gb=0.02", "--config.train.micro_batch=0"]
+    one = write_config(tmp_path / "one.py", root, only="qwen")  # each candidate of two readers has programs for both
+    argv = ["train", "--config", str(one), "--workdir", str(tmp_path / "w"), "--config.mesh.placement=auto"]
+    argv += ["--config.compute.remat=auto", "--config.mesh.memory_gb=0.012", "--config.train.micro_batch=0"]
     monkeypatch.setattr(sys.modules[__name__], "PROJECT", tmp_path)
     with joined(*argv, folder=tmp_path, devices=1) as started:
         codes, said = finish(started, tmp_path)
