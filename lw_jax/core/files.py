@@ -20,7 +20,7 @@ def whole(path: Path) -> Iterator[Path]:
 
     Of two processes that write the same file the last one wins.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.partial")  # nodes share folders
     try:
         yield partial
         os.replace(partial, path)

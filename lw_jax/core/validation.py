@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from lw_jax.core.config import REMATS, Config, split_prompt
 from lw_jax.core.config_keys import refuse, suggest
-from lw_jax.core.config_sections import BITS, FIELDS, MEANING, MODEL_AXIS, OWN_DATA
+from lw_jax.core.config_sections import BITS, FIELDS, MEANING, MODEL_AXIS, OWN_DATA, Message
 from lw_jax.core.errors import UserError
 from lw_jax.core.eval_rows import OF_CACHE, RATIOS
 
@@ -95,11 +95,26 @@ def _check_packing(cfg: Config) -> None:
         refuse("data.packed_tokens", packed, rule)
 
 
+def _check_no_stages(cfg: Config) -> None:
+    stages, rule = cfg.stages, f"recipe {cfg.recipe!r} has no stages."
+    if stages.answer.rate != 1:
+        refuse("stages.answer.rate", stages.answer.rate, f"must be 1: {rule}")
+    for path, share in (
+        ("stages.align.share", stages.align.share),
+        ("stages.pretrain.share", stages.pretrain.share),
+    ):
+        if share:
+            refuse(path, share, f"must be 0: {rule}")
+
+
 def _check_stages(cfg: Config) -> None:
     align, pretrain, answer = cfg.stages.align, cfg.stages.pretrain, cfg.stages.answer
     if align.share + pretrain.share > 1.0 + 1e-9:
         rule = f"must be at most 1 - stages.align.share = {1.0 - align.share:g}."
         refuse("stages.pretrain.share", pretrain.share, rule)
+    if cfg.data.passages and not align.share and not pretrain.share:
+        rule = "must be empty: no stage has passages (stages.align.share and stages.pretrain.share are 0)."
+        refuse("data.passages", cfg.data.passages, rule)
     if pretrain.share and not pretrain.lengths:
         refuse("stages.pretrain.lengths", (), "must name a length: the stage has a share of the run.")
     sizes = (("slots", answer.slots, cfg.encoder.slots), ("widths", answer.widths, cfg.encoder.width))
@@ -172,6 +187,9 @@ def _check_cache(cfg: Config) -> None:
     if encoder.kind != "cache":
         if rows := [row for row in cfg.eval.rows if row in OF_CACHE]:
             refuse("eval.rows", cfg.eval.rows, f"must not name {', '.join(rows)}: they need encoder.kind 'cache'.")
+        if cfg.message != Message():
+            rule = f"needs encoder.kind 'cache' (it is {encoder.kind!r}); encoder.slots x width makes a message's size."
+            refuse("message.bytes", cfg.message.bytes, rule)
         return
     if not 1 <= encoder.ratio <= RATIOS:
         refuse("encoder.ratio", encoder.ratio, f"must be from 1 to {RATIOS} for encoder.kind 'cache'.")
@@ -248,6 +266,7 @@ def _check_held_out(cfg: Config) -> None:
 
 def _check_dpo(cfg: Config) -> None:
     dpo = cfg.dpo
+    _check_no_stages(cfg)
     if len(cfg.llms) != 1:
         refuse("llms", list(cfg.llms), "must be exactly one: preferences tune one model.")
     if not cfg.lora.targets:
@@ -272,6 +291,7 @@ def _check_dpo(cfg: Config) -> None:
 
 def _check_ttt(cfg: Config) -> None:
     spec = cfg.ttt
+    _check_no_stages(cfg)
     if cfg.llms:
         refuse("llms", list(cfg.llms), "must be empty: recipe 'ttt' trains a model of its own (ttt.*).")
     if spec.width % (2 * spec.heads):

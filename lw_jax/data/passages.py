@@ -29,7 +29,7 @@ def read(source: str, columns: Sequence[str] = ()) -> list[str]:
     passages = []
     for name in row_sources.split_sources(source):
         path = expand(name)
-        if row_sources.is_table(name) or any(suffix in path.suffixes for suffix in (".json", ".jsonl")):
+        if row_sources.is_table(name) or any(suffix in path.suffixes for suffix in (".json", ".jsonl", ".csv", ".tsv")):
             fields = Fields.of(rows.Text, columns, _REMEDY)
             texts = []
             for where, row in row_sources.read(name, fields, split="train"):

@@ -133,8 +133,10 @@ class ReaderPass:
         return fields
 
     def _tokenize(self, texts: list[str], *, begin: bool = False, limit: int | None = None) -> list[np.ndarray]:
-        ids = tokenize(self.tokenizer, texts, limit=limit)
-        return with_begin(self.tokenizer, ids) if begin else ids
+        """Returns the ids of texts that begin a prompt, or that stand behind its beginning."""
+        if begin:
+            return with_begin(self.tokenizer, tokenize(self.tokenizer, texts, limit=limit))
+        return tokenize_behind(self.tokenizer, texts, limit=limit)
 
     def _limit(self, ids: list[np.ndarray], reason: str, key: str) -> None:
         limit = getattr(self.layout.data, key)
@@ -280,6 +282,18 @@ def tokenize(tokenizer: AnyTokenizer, texts: list[str], *, limit: int | None = N
             read *= 4
             (ids[i],) = tokenizer.encode_batch([text[:read]])
     return ids
+
+
+def tokenize_behind(tokenizer: Tokenizer, texts: list[str], *, limit: int | None = None) -> list[np.ndarray]:
+    """Returns `tokenize` of texts that follow another one.
+
+    The blank that SentencePiece adds to a text is left out where it is a token by itself, as before a line break.
+    """
+    rows = tokenize(tokenizer, texts, limit=limit)
+    if not tokenizer.adds_blank:
+        return rows
+    blank = tokenizer.backend.convert_tokens_to_ids("\u2581")
+    return [ids[1:] if len(ids) and ids[0] == blank else ids for ids in rows]
 
 
 def shared_prefix(name: str, reader: Reader, prompt: config.Prompt) -> np.ndarray:

@@ -24,6 +24,7 @@ BATCH = 128  # rows of a file in memory at once
 _SPLIT = re.compile(r"(?:train|valid|val|validation|dev|test)(?![a-z])", re.ASCII)
 _SHARD = re.compile(r"(?:[-_.]\d+(?:-of-\d+)?(?:-[0-9a-f]{8,})?)?$")  # ends the name of one of several files
 _HUB_FORM = "hub:NAME[:CONFIG][:SPLIT][@REVISION]"
+_COMMAS = "name the files with commas between"
 _LOCAL = "a .jsonl, .json, .parquet or .arrow file, a folder of parquet or Arrow files or of datasets.save_to_disk"
 
 _T = TypeVar("_T")
@@ -145,7 +146,13 @@ def files(source: str, split: str, *, beside: Collection[str] = (), known: str =
         raise UserError(f"{path}: no such file or folder (seen from {Path.cwd()}); name {known}")
     matches = _walk(path, (*SUFFIXES, *beside))
     tables = [file for file in matches if suffix_of(file) in SUFFIXES]
+    if not beside and (rows := _walk(path, (".jsonl",))) and tables:
+        raise UserError(f"{rows[0]}: stands in a folder of tables, which alone are read; {_COMMAS}")
     if not named and len(tables) < len(matches):
+        if len(several := {_split_of(file.relative_to(path)) for file in matches} - {""}) > 1:
+            raise UserError(
+                f"{path}: has files of the splits {', '.join(sorted(several))}, not of tables alone; {_COMMAS}"
+            )
         return matches
     if not tables:
         wanted = ", ".join(SUFFIXES if named else (*SUFFIXES, *beside))
@@ -154,7 +161,7 @@ def files(source: str, split: str, *, beside: Collection[str] = (), known: str =
     if not any(splits.values()) and not named:
         return tables
     if odd := next((file for file, name in splits.items() if not name and any(splits.values())), None):
-        raise UserError(f"{odd}: its name has no split, others in {path} have one; name the files with commas between")
+        raise UserError(f"{odd}: its name has no split, others in {path} have one; {_COMMAS}")
     chosen = [file for file, name in splits.items() if name == (named or split)]
     if not chosen:
         raise _no_split(path, named or split, splits.values())

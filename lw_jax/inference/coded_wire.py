@@ -81,7 +81,7 @@ class CodedWire(Answering):
         layout, config = self.recipe.layout, self.recipe.wire.readers[name].config
         reader = layout.readers[name]
         ids = {
-            "own": prompt_tokens.tokenize(reader.tokenizer, [text])[0],
+            "own": prompt_tokens.tokenize_behind(reader.tokenizer, [text])[0],
             "before": prompt_tokens.shared_prefix(name, reader, layout.prompt),
             "again": cache_rows.ask_again(name, layout),
         }

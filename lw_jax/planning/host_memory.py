@@ -1,6 +1,6 @@
 """Host memory check for virtual CPU devices, before any weights are fetched."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -10,12 +10,9 @@ from lw_jax.training.memory import bytes_of
 from sharding.placement import Placement
 
 _MEMORY = Path("/proc/meminfo")
-# A container's own limit, what is in use (file caches left out) and its key there, of cgroup versions 2 and 1.
+# Where control groups of versions 2 and 1 stand.
 _V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
-_GROUPS = (
-    (_V2 / "memory.max", _V2 / "memory.stat", "anon"),
-    (_V1 / "memory.limit_in_bytes", _V1 / "memory.stat", "total_rss"),
-)
+_OWN = Path("/proc/self/cgroup")
 
 
 def available() -> int | None:
@@ -25,12 +22,29 @@ def available() -> int | None:
     lines = (line.split() for line in _MEMORY.read_text(encoding="ascii").splitlines())
     meminfo = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
     free = [meminfo["MemAvailable"] + meminfo.get("SwapFree", 0)]
-    for limit, stat, key in _GROUPS:
+    for limit, stat, key in _groups():
         words = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
         if words != "max" and stat.is_file():
             used = dict(line.split() for line in stat.read_text(encoding="ascii").splitlines())
             free.append(max(0, int(words) - int(used[key])))
     return min(free)
+
+
+def _groups() -> Iterator[tuple[Path, Path, str]]:
+    """Yields limit, statistics and the key of what is in use (file caches left out) of this process's control groups.
+
+    Each group up to the root: a Slurm job's limit is in its own, a container's in what it sees as the root.
+    """
+    lines = _OWN.read_text(encoding="utf-8").splitlines() if _OWN.is_file() else []
+    own = {kinds: path for _, kinds, path in (line.split(":", 2) for line in lines)}
+    for root, kind, limit, key in (
+        (_V2, "", "memory.max", "anon"),
+        (_V1, "memory", "memory.limit_in_bytes", "total_rss"),
+    ):
+        path = Path(own.get(kind, "/"))
+        for group in (path, *path.parents):
+            folder = root / group.relative_to("/")
+            yield folder / limit, folder / "memory.stat", key
 
 
 def held(readers: Mapping[str, int], placed: Placement) -> int:

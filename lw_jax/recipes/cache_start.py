@@ -184,7 +184,8 @@ def _read(recipe: "CacheWire", params: Tree, name: str, texts: list[str]) -> Ite
     again = cache_rows.ask_again(name, layout)
     longest = (recipe.wire.readers[name].config.max_positions - len(before) - len(again)) // 2
     limit = min(longest, recipe.cfg.data.context_tokens)
-    ids = [tokens[:limit] for tokens in prompt_tokens.tokenize(layout.readers[name].tokenizer, texts, limit=limit)]
+    ids = prompt_tokens.tokenize_behind(layout.readers[name].tokenizer, texts, limit=limit)
+    ids = [tokens[:limit] for tokens in ids]
     ids.sort(key=len)  # batches of texts alike in length have little padding
     around = {
         key: batches.field([text], pad, left=False).collate([0]) for key, text in (("before", before), ("again", again))

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from lw_jax.core.types import SHARED, Example, LossTerms, Tree
-from lw_jax.data import examples, prompt_tokens, tokens
+from lw_jax.data import examples, prompt_tokens, question_cards, tokens
 from lw_jax.data.batches import Encoded
 from lw_jax.data.data_schedule import DataSchedule
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
@@ -101,9 +101,10 @@ class WireReaders(Recipe):
         return {f"llms/{name}": weights.fingerprint(location) for name, location in self.locations.items()} | tokenizers
 
     def questions(self, split: examples.Split, *, least: int = 0) -> list[Example]:
-        """Returns the questions of "train" or "validation"; of a limited validation at least so many."""
+        """Returns the questions of "train" or "validation"; of a limited or made validation at least so many."""
         data = self.cfg.data
-        if least > data.validation_limit > 0:
+        made = data.validation in question_cards.STYLES
+        if least > (data.validation_limit or (examples.VALIDATION_CARDS if made else least)):
             data = dataclasses.replace(data, validation_limit=least)
         return examples.load(data, split, seed=self.cfg.seed)
 

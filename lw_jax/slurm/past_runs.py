@@ -6,7 +6,7 @@ import re
 import statistics
 from pathlib import Path
 
-from lw_jax.core.config import Config, diff, flatten, meaning, to_dict
+from lw_jax.core.config import Config, diff, meaning, shape
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import expand
 from lw_jax.planning import gpus
@@ -16,6 +16,10 @@ from lw_jax.training.hardware_record import HardwareRecord
 from lw_jax.training.run_folder import read_config, read_devices, read_metrics
 
 NAMED = 3  # differing values in a line
+# What decides the time of a step, beside where and how it runs.
+_SIZES = re.compile(
+    r"recipe|(llms|encoder|adapter|ttt|lora)\..*|train\.global_batch|data\.packed_tokens|dpo\.reference"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +69,9 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
         raise UserError(f"--measured {workdir}: no seconds a step in {log.name}; {rule}, or leave the flag out.")
     devices = read_devices(workdir)
     peaks = [row["peak_bytes"] for row in devices if row.get("time", 0) >= hardware.since_time and "peak_bytes" in row]
-    changes = (line for line in diff(meaning(old), meaning(cfg)) if not line.startswith("train.steps:"))
+    changes = [line for line in diff(meaning(old), meaning(cfg)) if not line.startswith("train.steps:")]
+    sizes = shape(cfg).keys()
+    changes.sort(key=lambda line: line.partition(":")[0] not in sizes)  # what a step's time may depend on first
     return Record(
         workdir=workdir,
         hardware=hardware,
@@ -77,9 +83,8 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
 
 def _check_run(workdir: Path, old: Config, cfg: Config) -> None:
     rule = "only a run of the same steps measures their time; train a few steps of this configuration first."
-    mine, theirs = flatten(to_dict(cfg)), flatten(to_dict(old))
-    models = (key for key in {**theirs, **mine} if re.fullmatch(r"llms\.\w+\.(source|weights)", key))
-    for path in ("recipe", "train.global_batch", "data.packed_tokens", *sorted(models)):
+    mine, theirs = shape(cfg), shape(old)
+    for path in filter(_SIZES.fullmatch, dict.fromkeys([*mine, *theirs])):
         if mine.get(path) != theirs.get(path):
             raise UserError(
                 f"--measured {workdir}: {path} is {theirs.get(path)!r} there, {mine.get(path)!r} here; {rule}"

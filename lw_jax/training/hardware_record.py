@@ -40,16 +40,19 @@ def read(workdir: Path) -> HardwareRecord:
 
 
 def write(workdir: Path, cfg: Config, placement: Placement, *, card: str) -> None:
-    """Records the devices of a run. A run that resumes on other devices is measured from there on only."""
+    """Records the devices of a run. A run that resumes on other devices is measured from there on only.
+
+    One that has ended keeps its own.
+    """
     kind = placement.learner.devices.flat[0].device_kind
     hosts, strategy = jax.process_count(), placement.strategy
     record = HardwareRecord(kind, card, placement.devices, hosts, strategy, cfg.compute.remat)
     metrics = workdir / "metrics.jsonl"
-    if (workdir / FILE).exists():
-        old = read(workdir)
-        if msgspec.structs.replace(old, since_step=0, since_time=0.0) == record:
-            return
     logged = [row["step"] for row in read_metrics(metrics)] if metrics.exists() else []
+    if (workdir / FILE).exists():
+        same = msgspec.structs.replace(read(workdir), since_step=0, since_time=0.0) == record
+        if same or max(logged, default=0) >= cfg.train.steps > 0:
+            return
     if logged:
         record = msgspec.structs.replace(record, since_step=max(logged), since_time=time.time())
     workdir.mkdir(parents=True, exist_ok=True)

@@ -55,6 +55,8 @@ BAD = [
     ("stages.pretrain.lengths", (), {"stages.pretrain.share": 1.0}),
     ("stages.pretrain.share", 0.5, {"stages.align.share": 0.6}),
     ("stages.answer.bits", (3,), {}),
+    ("data.passages", "more.txt", {}),
+    ("message.bytes", 16, {}),
     ("data.held_out", 0.1, {}),
     ("stages.answer.slots", (33,), {}),
     ("stages.answer.ratios", (4,), {"stages.answer.slots": (8,)}),
@@ -103,6 +105,8 @@ TEXT = {"recipe": "ttt", "data.train": "docstrings", "data.validation": ""}
 
 BAD_TEXT = [
     ("ttt.width", 90, {}),
+    ("stages.align.share", 0.5, {}),
+    ("stages.answer.rate", 2.0, {}),
     ("ttt.width", 84, {}),  # heads of width 7
     ("ttt.length", 127, {"ttt.segments": 2}),
     ("ttt.form", "kernel", {"ttt.segments": 2}),

@@ -66,6 +66,15 @@ def test_folder_is_read_in_the_order_of_names_at_any_depth(tmp_path):
     assert texts(tmp_path) == ["first", "second", "third", "last"]
 
 
+def test_folder_of_several_splits_that_are_not_tables_alone_is_refused(tmp_path):
+    for name in ("train.jsonl", "train-2.jsonl", "test.jsonl"):
+        write_rows(tmp_path / name, [name])
+        if name != "test.jsonl":
+            assert len(texts(tmp_path)) == len(list(tmp_path.iterdir()))
+    with pytest.raises(UserError, match=r"files of the splits test, train, .*commas between"):
+        texts(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [

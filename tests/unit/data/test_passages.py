@@ -146,6 +146,7 @@ def test_texts_are_read_from_every_kind_of_file(tmp_path, name):
         ("p.jsonl", '{"text": "a"}\n{"text": "  "}', r"p\.jsonl:2: "),
         ("p.json", '[{"text": "a"}, "b"]', r"p\.json: \[1\]='b'"),
         ("p.txt", " \n\n \n", r"p\.txt: no text"),
+        ("p.csv", "id,text\n1,a", r"p\.csv: a CSV file"),
     ],
 )
 def test_broken_row_and_empty_file_are_refused_with_their_place(tmp_path, name, content, named):

@@ -175,6 +175,7 @@ def test_split_of_a_folder_is_told_from_the_names_in_it(tmp_path, names, split, 
     [
         (("train_sft-00000-of-00001.parquet",), "", "'train'.*'train_sft'"),
         (("train.parquet", "b.parquet"), "", r"b\.parquet"),
+        (("a.parquet", "b.jsonl"), "", r"b\.jsonl: stands in a folder of tables"),
         (("a.parquet",), ":test", "'test'"),
         (("a.csv",), "", r"\.parquet, \.arrow"),
         ((), "/gone.parquet", r"gone\.parquet: no such file"),

@@ -9,7 +9,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from lw_jax.core.errors import UserError
-from lw_jax.data import passages
+from lw_jax.data import passages, prompt_tokens
 from lw_jax.data.tokens import ByteTokenizer, load_source_tokenizer, load_tokenizer
 from lw_jax.inference.language_model import LM
 from tests import tiny
@@ -226,6 +226,13 @@ def test_a_continuation_begins_as_behind_its_text(sentencepiece):
     assert (
         answers == sentencepiece.encode("the cat a dog")[-len(answers) :] and answers[0] != sentencepiece.encode("x")[0]
     )
+
+
+def test_a_question_behind_a_text_has_the_ids_of_both_together(sentencepiece, gguf):
+    for tokenizer in (sentencepiece, gguf):
+        for text in (" cat", " a dog", "s"):
+            (ids,) = prompt_tokens.tokenize_behind(tokenizer, [text])
+            assert ids.tolist() == tokenizer.encode("the" + text)[len(tokenizer.encode("the")) :]
 
 
 def test_generation_ends_where_transformers_does(tmp_path, sentencepiece):

@@ -48,13 +48,21 @@ def test_four_replicas_that_the_machine_cannot_hold_are_refused_before_they_are_
 def test_memory_is_the_least_of_the_systems_and_the_containers(tmp_path, monkeypatch):
     (tmp_path / "meminfo").write_text("MemTotal: 900 kB\nMemAvailable: 500 kB\nHugePages_Total: 0\nSwapFree: 100 kB\n")
     monkeypatch.setattr(host_memory, "_MEMORY", tmp_path / "meminfo")
-    limit, stat = tmp_path / "max", tmp_path / "stat"
-    monkeypatch.setattr(host_memory, "_GROUPS", ((limit, stat, "anon"),))
+    (tmp_path / "cgroup").write_text("3:cpu,cpuacct:/\n0::/slurm/job_7\n")
+    monkeypatch.setattr(host_memory, "_OWN", tmp_path / "cgroup")
+    monkeypatch.setattr(host_memory, "_V2", tmp_path)
+    monkeypatch.setattr(host_memory, "_V1", tmp_path / "none")
+    group = tmp_path / "slurm" / "job_7"
+    group.mkdir(parents=True)
+    limit, stat = group / "memory.max", group / "memory.stat"
     assert host_memory.available() == 600 * 1024
     stat.write_text("anon 1000\nfile 4000\n")  # what files are cached in can be given back
     limit.write_text("max\n")
     assert host_memory.available() == 600 * 1024
     limit.write_text("5000\n")
     assert host_memory.available() == 4000
+    (tmp_path / "memory.max").write_text("3500\n")  # of the container around the job
+    (tmp_path / "memory.stat").write_text("anon 1000\n")
+    assert host_memory.available() == 2500
     monkeypatch.setattr(host_memory, "_MEMORY", tmp_path / "none")
     assert host_memory.available() is None

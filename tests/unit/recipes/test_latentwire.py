@@ -134,6 +134,11 @@ def test_planned_batch_has_the_fields_of_a_real_one(root, monkeypatch, tmp_path)
         )
 
 
+def test_evaluation_of_made_data_has_as_many_questions_as_it_asks_for(root):
+    recipe = tiny.make_recipe(root, data__train="cards", data__validation="cards", data__validation_limit=0)
+    assert [len(recipe.questions("validation", least=least)) for least in (8, 300)] == [256, 300]
+
+
 def test_training_validates_as_many_examples_as_it_is_told_or_as_eval_does(root, monkeypatch):
     seen = []
     monkeypatch.setattr(validation_loop, "eval_batches", lambda encoded, size, limit, share: seen.append(limit) or [])

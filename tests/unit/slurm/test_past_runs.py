@@ -96,6 +96,8 @@ def test_record_without_memory_says_so(folder) -> None:
             r"llms\.llama\.source is 'other/llama' there, 'HuggingFaceTB/SmolLM2-135M' here",
         ),
         ("llms.llama.weights", "nf4", r"llms\.llama\.weights is 'nf4' there"),
+        ("encoder.window", 4096, r"encoder\.window is 4096 there, \d+ here"),
+        ("ttt.layers", 24, r"ttt\.layers is 24 there, \d+ here"),
     ],
 )
 def test_run_of_other_steps_is_refused_with_both_values(tmp_path, path, value, told) -> None:
@@ -140,7 +142,7 @@ def test_folder_that_measured_nothing_is_refused_with_the_file(folder, file, tex
 
 
 def test_what_else_differs_is_told(tmp_path) -> None:
-    changed = resolve(**{"data.context_tokens": 97, "optim.learning_rate": 0.5})
+    changed = resolve(**{"data.context_tokens": 97, "optim.learning_rate": 0.5, "data.cards": 7, "data.facts": 2})
     other = write(tmp_path / "other", changed, hardware=HARDWARE | {"strategy": "replicate"})
     (line,) = past_runs.read(other, resolve(), PLAN).describe_differences()
     assert "placement: replicate -> fsdp; data.context_tokens: 97 -> " in line

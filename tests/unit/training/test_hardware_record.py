@@ -28,3 +28,5 @@ def test_resumed_run_keeps_its_record_and_begins_anew_on_other_devices(tmp_path)
     found = write(tmp_path, data=5)
     assert (found["since_step"], found["devices"]) == (70, 5) and found["since_time"] > 0
     assert write(tmp_path, data=5) == found
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": {CFG.train.steps}}}\n')
+    assert write(tmp_path, data=2) == found, "it has ended: nothing is measured on these"
