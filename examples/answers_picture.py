@@ -8,6 +8,7 @@ The cards are the first of the evaluation; none is chosen.
 """
 
 import argparse
+import dataclasses
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -53,15 +54,18 @@ def read(run: Path, reader: str) -> tuple[list[dict[str, Any]], dict[str, Any], 
     environment.hide_idle_cuda()  # before anything imports JAX
     from lw_jax.data import examples
 
-    texts = examples.load(cfg.data, "validation", seed=cfg.seed)
+    data = dataclasses.replace(cfg.data, validation_limit=0)  # an evaluation may take more than the limit
+    contexts = {(one.id, one.question): one.context for one in examples.load(data, "validation", seed=cfg.seed)}
     cards: dict[int, dict[str, Any]] = {}
     for one in found.predictions:
-        if one["reader"] == reader:
-            example = texts[one["index"]]
-            assert example.question == one["question"], one
-            card = cards.setdefault(one["index"], {"context": example.context, "question": example.question})
-            card[one["row"]] = (one["prediction"], one["em"] == 1)
-    return list(cards.values())[:CARDS], rows, cfg.encoder.slots
+        if one["reader"] != reader or (one["index"] not in cards and len(cards) == CARDS):
+            continue
+        context = contexts.get((one["id"], one["question"]))
+        if context is None:
+            raise UserError(f"{run}: predictions.jsonl is of other data than {cfg.data.validation}; run `eval` again")
+        card = cards.setdefault(one["index"], {"context": context, "question": one["question"]})
+        card[one["row"]] = (one["prediction"], one["em"] == 1)
+    return list(cards.values()), rows, cfg.encoder.slots
 
 
 def draw(cards: list[dict[str, Any]], rows: dict[str, Any], slots: int, reader: str) -> Figure:

@@ -239,7 +239,8 @@ def send(url: str, api: str, body: bytes) -> str:
 
 def _greedy(tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns the fields with which the server decodes as `wire.read` does: the likeliest token, until a stop."""
-    return {"temperature": 0.0, "stop_token_ids": list(tokenizer.stops)}
+    # A field that is left out is the model's own of generation_config.json, which may penalise repeated words.
+    return {"temperature": 0.0, "repetition_penalty": 1.0, "stop_token_ids": list(tokenizer.stops)}
 
 
 def _find_reason(data: bytes) -> str:

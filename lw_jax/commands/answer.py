@@ -37,6 +37,10 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
     if args.write not in (None, "-"):
         if Path(args.write).is_dir():
             raise UserError(f"--write {args.write}: a folder; name a file in it")
+        if any(
+            Path(args.write).resolve() == Path(source).resolve() for source in (args.context, args.message) if source
+        ):
+            raise UserError(f"--write {args.write}: what is read from there would be lost; name another file")
         check_writable(Path(args.write).absolute().parent, remedy="choose another file for --write")
     runtime.tell_device()
     with contextlib.redirect_stdout(sys.stderr if args.write == "-" else sys.stdout):

@@ -18,6 +18,10 @@ class Swaps:
     origins: list[int]  # of each changed example, its original's position in the evaluated data set
     replaced: list[str]  # of each, the original answer
 
+    def describe(self, rows: Sequence[str], count: int) -> str:
+        """Returns a line on how many of `count` questions the rows have."""
+        return f"{', '.join(rows)}: {len(self.origins)} of {count} questions have an answer that can be replaced"
+
 
 def swap(example: Example, others: Sequence[Example]) -> Example | None:
     """Returns the example with its first answer replaced wherever it occurs in the context, as a whole word.

@@ -51,7 +51,7 @@ def measure(
     if changed:
         swapped = swaps.make(encoded, indices, layout=recipe.layout, fields=cache_rows.FIELDS)
         swapped = dataclasses.replace(swapped, encoded=cache_rows.attach(swapped.encoded, recipe.layout))
-        say(f"{', '.join(changed)}: {len(swapped.origins)} of {len(indices)} texts have an answer that can be replaced")
+        say(swapped.describe(changed, len(indices)))
         _check_positions(wire, swapped.encoded, range(len(swapped.origins)), rows)
     log = RecordLog(folder and folder / PARTIAL, _key(wire, encoded))
     if len(log):

@@ -215,7 +215,7 @@ def _make_swaps(recipe: LatentWire, encoded: Encoded) -> swaps.Swaps | None:
     indices = spread(len(encoded), options.examples)
     swapped = swaps.make(encoded, indices, layout=recipe.layout, fields=eval_rows.fields_of(rows))
     _check_positions(recipe, swapped.encoded, dataclasses.replace(options, rows=tuple(rows)))
-    _say(f"{', '.join(rows)}: {len(swapped.origins)} of {len(indices)} texts have an answer that can be replaced")
+    _say(swapped.describe(rows, len(indices)))
     return swapped
 
 

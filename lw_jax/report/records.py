@@ -31,6 +31,7 @@ class Prediction(TypedDict):
     reader: str
     row: str
     index: Index
+    id: str
     question: str
     answers: list[str]
     prediction: str

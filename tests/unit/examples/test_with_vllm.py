@@ -25,7 +25,8 @@ STRING = (
     "{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant {{ date_string }}\n{% endif %}"
 )
-COMMON = {"model", "temperature", "stop_token_ids"}
+COMMON = {"model", "temperature", "repetition_penalty", "stop_token_ids"}
+OWN_PENALTY = 1.5  # of the model's generation_config.json, which the server takes where a body names none
 KNOWN = {  # of those that vLLM's two protocols have
     "/v1/completions": COMMON | {"prompt_embeds", "max_tokens"},
     "/v1/chat/completions": COMMON
@@ -56,7 +57,7 @@ class Server:
         self.seen.append((path, body, x.numpy(), headers))
         limit, stops = body["max_completion_tokens" if chat else "max_tokens"], body["stop_token_ids"]
         assert body["temperature"] == 0.0 and all(type(stop) is int for stop in stops) and type(limit) is int
-        text = self.generate(x, limit, stops)
+        text = self.generate(x, limit, stops, body.get("repetition_penalty", OWN_PENALTY))
         return 200, {"choices": [{"message": {"role": "assistant", "content": text}} if chat else {"text": text}]}
 
     def load(self, data):
@@ -96,9 +97,10 @@ class Server:
         with torch.no_grad():
             return torch.cat([next(rest) if i == self.hole else self.table(torch.tensor([i])) for i in ids])
 
-    def generate(self, x, limit, stops):
+    def generate(self, x, limit, stops, penalty):
         settings = {"do_sample": False, "eos_token_id": [*stops, self.model.config.eos_token_id], "pad_token_id": 0}
         seen = torch.ones(1, len(x), dtype=torch.long)
+        settings |= {"repetition_penalty": penalty}
         ids = self.model.generate(inputs_embeds=x[None], attention_mask=seen, max_new_tokens=limit, **settings)
         return self.tokenizer.decode(ids[0], skip_special_tokens=True)
 

@@ -350,6 +350,14 @@ def test_what_the_kind_does_not_have_is_refused(run, asked, match):
         tiny.ask(run[1], run[0], question=[QUESTION], **asked)
 
 
+def test_a_message_does_not_replace_the_text_that_it_is_written_from(run, tmp_path):
+    file = tmp_path / "notes.txt"
+    file.write_text(TEXT)
+    with pytest.raises(UserError, match=r"--write .*notes\.txt: what is read from there would be lost"):
+        tiny.call("answer", run[1], run[0], context=str(file), write=f"{tmp_path}/../{tmp_path.name}/notes.txt")
+    assert file.read_text() == TEXT
+
+
 @pytest.fixture(scope="module")
 def exported(run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("wires") / "pair"
