@@ -1,6 +1,6 @@
 """Reuse of a trained run's encoder for new readers: frozen, so that its messages stay readable."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from lw_jax.core import config
 from lw_jax.core.config import Config
@@ -13,6 +13,10 @@ from lw_jax.training.wire_folder import BODY
 
 OWN = ("run", "rate", "ratio")  # encoder keys that may differ: neither its weights nor its input depends on them
 NAMED = ("source", "sha256")  # a wire folder knows its body by hashes
+
+
+def is_exported(cfg: Config) -> bool:
+    return wire_folder.is_wire(wire_repository.locate(cfg.encoder.run))
 
 
 def read_config(cfg: Config) -> Config:
@@ -34,14 +38,17 @@ def read_config(cfg: Config) -> Config:
     return other
 
 
-def read_trainable(cfg: Config, shapes: Tree) -> Tree:
-    """Returns that run's trainable tree from its best checkpoint (the latest where none was validated)."""
+def read_trainable(cfg: Config, shapes: Tree, *, without: Collection[str] = ()) -> Tree:
+    """Returns that run's trainable tree from its best checkpoint (the latest where none was validated).
+
+    Of a wire folder the readers `without` may be left out of `shapes`.
+    """
     folder = wire_repository.locate(cfg.encoder.run)
     try:
         if wire_folder.is_wire(folder):
             body = {name: model for name, model in wire_folder.read(folder).models.items() if name == BODY}
             wire_models.check(folder, body, cfg, wire_models.describe(cfg, names=body))
-            return wire_tensors.read(folder, shapes)
+            return wire_tensors.read(folder, shapes, without=without)
         restored = checkpoint.read_best(folder, shapes, identity=None)
         _check_body(cfg, restored.identity)
         return restored.state["trainable"]

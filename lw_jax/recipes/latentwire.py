@@ -145,6 +145,9 @@ class LatentWire(WireReaders):
     def _read_encoder(self, trainable: Tree, frozen: Tree) -> Tree:
         del frozen
         other = join.read_config(self.cfg)
+        if join.is_exported(self.cfg):  # its readers may be nowhere
+            shapes = {"encoder": self.placed().trainable["encoder"]}
+            return trainable | join.read_trainable(self.cfg, shapes, without=other.llms)
         sizes = LatentWire(other, placement.one_mesh(self.placement.learner, list(other.llms)), outline=True)
         replicated = jax.tree.leaves(self.shardings().trainable)[0]
         shapes = jax.tree.map(lambda leaf: leaf.update(sharding=replicated), sizes.abstract().trainable)

@@ -241,7 +241,7 @@ def write_workdir(workdir: Path, *, cfg: Config, base: Mapping[str, Any], comman
     Raises:
       UserError: the folder holds another run, a config.json that is not a run's, or cannot be written.
     """
-    if _has_trained(workdir):
+    if has_trained(workdir):
         check_agreement(cfg, workdir)
         before, now = (validation_examples(config) for config in (read_config(workdir), cfg))
         if now != before and cfg.train.steps:
@@ -270,7 +270,8 @@ def config_text(cfg: Config) -> str:
     return json.dumps({"version": VERSION} | to_dict(cfg), indent=2)
 
 
-def _has_trained(workdir: Path) -> bool:
+def has_trained(workdir: Path) -> bool:
+    """Returns whether a run's folder has a row or a checkpoint: before, its configuration may change."""
     metrics = workdir / "metrics.jsonl"
     return any((workdir / "checkpoints").glob("[0-9]*")) or (metrics.exists() and metrics.stat().st_size > 0)
 

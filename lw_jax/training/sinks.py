@@ -20,6 +20,7 @@ from lw_jax.core.config import Config, flatten, to_dict
 from lw_jax.core.config_keys import refuse
 from lw_jax.core.files import write_whole
 from lw_jax.core.process_start import REQUEUE
+from lw_jax.training import run_folder
 from lw_jax.training.metrics import validates
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}  # a sink's name -> module, and for pip
@@ -201,7 +202,7 @@ class Services:
     """The services of one start of a run; each gets every row once, whatever steps are taken again."""
 
     def __init__(self, cfg: Config, workdir: Path):
-        """Opens a run in every service that `train.log_to` names, or the one that the folder's record names.
+        """Opens a run in every service that `train.log_to` names, or the one that the record of a trained folder names.
 
         `notices` are lines for people: a resumed run goes on without a service that it cannot open.
 
@@ -214,6 +215,8 @@ class Services:
         self.notices: list[str] = []
         named = [name for name in cfg.train.log_to if name in SERVICES]
         records = {name: read_record(self._workdir / f"{name}.json") for name in named}
+        if not run_folder.has_trained(workdir):  # its configuration may be another one by now
+            records = dict.fromkeys(named)
         for name, record in records.items():
             try:
                 service = SERVICES[name](record.run if record else "", self._workdir, cfg)

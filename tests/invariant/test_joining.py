@@ -73,6 +73,15 @@ def test_messages_of_the_first_run_are_read_by_the_joined_one(first, joined):
         first[1].read(message, SHARED, "What does Mira keep?")
 
 
+def test_encoder_of_an_exported_wire_is_taken_where_its_readers_are_not(root, keys, first, joined, tmp_path):
+    wire = tmp_path / "wire"
+    assert tiny.call("export", first[1].recipe.cfg, first[0], wire=str(wire), dtype="fp32") == 0
+    made = (wire / "config.json").read_text()
+    (wire / "config.json").write_text(made.replace(str(tiny.readers(root)["llama"]), "/gone"))
+    encoder = build(root, keys, (wire,), seed=5)["encoder"]
+    jax.tree.map(np.testing.assert_array_equal, encoder, joined.trainable["encoder"])
+
+
 def test_new_adapter_is_drawn_by_the_run_s_own_seed(root, keys, first):
     drawn = [build(root, keys, first, seed) for seed in (5, 6)]
     jax.tree.map(np.testing.assert_array_equal, drawn[0]["encoder"], drawn[1]["encoder"])

@@ -140,6 +140,7 @@ def restart(cfg: config.Config, workdir: Path) -> None:
     for step in (1, 2, 3, 2, 3):  # memory ran out after step 3, and step 2 was taken again
         assert first.write(step, loss(step)) == []
     assert first.close(REQUEUE) == []
+    (workdir / "metrics.jsonl").write_text('{"step": 3}\n')
     second = sinks.Services(cfg, workdir)
     assert second.write(2, {"validation/loss": 0.25}) == []
     for step in (3, 4):
@@ -164,6 +165,15 @@ def test_row_is_logged_once_whatever_is_taken_again(libraries, tmp_path):
     }, "mlflow refuses other values of a parameter"
 
 
+def test_a_folder_without_a_row_begins_another_run_whose_configuration_may_be_another(libraries, tmp_path):
+    refused = sinks.Services(make_config(*BOTH), tmp_path)
+    assert refused.write(2, loss(2)) == [] and refused.close(1) == []
+    mended = sinks.Services(make_config(*BOTH), tmp_path)
+    assert mended.write(1, loss(1)) == []
+    for name in BOTH:
+        assert [[step for step, _ in rows] for rows in libraries.rows[name].values()] == [[2], [1]]
+
+
 @pytest.mark.parametrize(
     ("name", "call", "kind"),
     [("wandb", "log", Standin.Error), ("wandb", "log", ConnectionResetError), ("mlflow", "log_batch", OSError)],
@@ -178,6 +188,7 @@ def test_library_that_fails_is_named_once_and_the_other_goes_on(libraries, tmp_p
     assert services.write(3, loss(3)) == services.close(0) == []
     steps = {one: [step for step, _ in rows] for one in BOTH for rows in libraries.rows[one].values()}
     assert steps == dict.fromkeys(BOTH, [1, 2, 3]) | {name: [1]}
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n')
     again = sinks.Services(make_config(*BOTH), tmp_path)
     again.write(4, loss(4))
     assert [step for rows in libraries.rows[name].values() for step, _ in rows] == [1, 4], "a new start tries again"
@@ -198,6 +209,7 @@ def test_library_that_cannot_open_is_refused_first_and_left_out_of_a_resumed_run
     assert not (tmp_path / f"{name}.json").exists()
     libraries.down = {}
     sinks.Services(cfg, tmp_path).close(REQUEUE)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n')
     libraries.down = {call: kind}
     resumed = sinks.Services(cfg, tmp_path)
     (line,) = resumed.notices
