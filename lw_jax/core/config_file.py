@@ -106,6 +106,11 @@ def override(config: ConfigDict, assignments: Mapping[str, str]) -> None:
         if len(text) > LONGEST:
             rule = f"at most {LONGEST:,} are taken here; write it into a configuration file."
             raise UserError(f"--config.{path}={text:.40}...: a value of {len(text):,} characters, {rule}")
+        if path == "recipe" and text != flat[path]:  # which has defaults of its own
+            raise UserError(f"--config.recipe={text}: a recipe is named behind the file: --config FILE.py:{text}.")
+        if path.startswith("prompt.") and "\\n" in text:
+            rule = f"a backslash and an n are no line break; a shell writes one by $'--config.{path}=...\\n...'."
+            raise UserError(f"--config.{path}={text}: {rule}")
         element = typing.get_args(hints[path])[0] if isinstance(flat[path], tuple) else None  # a reader has no tuple
         try:
             config.update_from_flattened_dict({path: _parse(text, type(flat[path]), element)})

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import expand
 from lw_jax.hub import sources
 
 FILES = ["config.json", "wire.safetensors", "README.md"]
@@ -21,7 +22,7 @@ def parse(name: str | Path) -> tuple[str, str]:
     Raises:
         UserError: no revision behind the "@".
     """
-    path = Path(name)
+    path = expand(name)
     repository, pinned, revision = str(name).partition("@")
     if path.exists() or path.parent.exists() or path.parts[0] == _RUNS or not _ID.fullmatch(repository):
         return "", ""
@@ -38,7 +39,7 @@ def locate(name: str | Path) -> Path:
     """
     repository, revision = parse(name)
     if not repository:
-        return Path(name)
+        return expand(name)
     folder = sources.from_hub(repository, FILES, revision=revision or None)
     if not (folder / "wire.safetensors").is_file():
         raise UserError(f"{name}: the hub's repository has no wire.safetensors; name one that `export --push` made")

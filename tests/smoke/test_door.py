@@ -99,6 +99,8 @@ def test_error_of_a_verb_that_the_user_can_mend_is_one_line(
         ([*SMOKE, "--wrokdir", "w"], "--wrokdir; did you mean '--workdir'?"),
         (["--config", "configs/smoke.py:latentwrie"], "'latentwire'"),
         ([*SMOKE, "--config.train.step=3"], "'train.steps'"),
+        ([*SMOKE, "--config.recipe=ttt"], "--config FILE.py:ttt"),
+        ([*SMOKE, "--config.prompt.anchor=\\nAnswer:"], "no line break"),
         ([*SMOKE, "--config.encoder.slots=0"], "encoder.slots = 0"),
         ([*SMOKE, "--slots", "0"], "--slots belongs to 'answer'"),
         (["answer", *SMOKE, "--question", "a?"], "--context"),

@@ -17,6 +17,7 @@ import run
 from configs import pairs
 from lw_jax.core import config, tree
 from lw_jax.data import question_cards
+from lw_jax.recipes import selfmade
 from tests import tiny
 from tests.commands import PROJECT, QUESTION, TEXT, environment, start
 
@@ -26,16 +27,18 @@ COLLAPSED, NO_GAP = 0.60, 0.30  # below these the wire does not work at all
 READ, LATENTS, ABOVE_CHANCE = 0.99, 0.95, 0.05
 INT4_LOSS = 0.02
 PARAMETERS = 1_000_000
+READER_STEPS = 200  # of the configuration's 300
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """configs/pairs.py, trained and evaluated as a user would."""
+    """configs/pairs.py, trained and evaluated as a user would, its readers made in fewer steps."""
     workdir = tmp_path_factory.mktemp("proof") / "run"
     flags = ["--config.eval.examples=192", "--config.eval.curve=f1", "--config.eval.curve_examples=96"]
-    for words in (["--config", "configs/pairs.py"], ["eval", *flags]):
+    made = ["--config", "configs/pairs.py", f"--config.selfmade.steps={READER_STEPS}"]
+    for words in (made, ["eval", *flags]):
         done = start(*words, "--workdir", str(workdir), cwd=workdir.parent, environ=environment(1))
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return workdir
@@ -101,16 +104,21 @@ def test_message_crosses_a_pipe_and_is_answered_as_from_its_text(trained: Path, 
     assert found[1:] == expected[1:] and len(found) == 4
 
 
-@pytest.mark.usefixtures("trained")  # its readers are taken
+@pytest.mark.usefixtures("trained")  # whose readers are taken
 def test_thirty_two_examples_overfit_by_generation(tmp_path: Path) -> None:
     """From scratch, byte encoder and random adapters: only a right signal, EOS included, ends in whole answers."""
     made = question_cards.make(32, facts=8, seed=3, split="train", style="pairs")
     rows = [{"context": e.context, "question": e.question, "answers": list(e.answers)} for e in made]
     for name in ("train.jsonl", "same.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    changes = (
+    of_pairs = pairs.get_config()
+    of_pairs.selfmade.steps = READER_STEPS
+    of_pairs = config.build(of_pairs)
+    readers = {name: selfmade.finished_folder(of_pairs, f"selfmade:{name}") for name in of_pairs.llms}
+    changes = [f"--config.llms.{name}.source={folder}" for name, folder in readers.items()]
+    changes += (
         "--config.data.train=train.jsonl --config.data.validation=same.jsonl --config.adapter.start=random "
-        "--config.encoder.kind=bytes --config.encoder.source= --config.encoder.layers=2 --config.train.steps=250 "
+        "--config.encoder.kind=bytes --config.encoder.source= --config.encoder.layers=2 --config.train.steps=150 "
         "--config.encoder.window=256 --config.optim.learning_rate=3e-3 --config.eval.rows=latents,shuffled "
         "--config.train.eval_every=0"
     ).split()
