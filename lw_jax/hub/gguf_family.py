@@ -1,6 +1,5 @@
 """GGUF files of readers: the metadata that are read or refused, tensor names and row order."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from lw_jax.hub import config_json, rope_fields
 from lw_jax.hub.config_json import Layers, Positive
 from lw_jax.hub.families import TENSORS, Slot, list_slots
 from lw_jax.models.decoder import DecoderConfig, abstract
-from lw_jax.models.rotary import Llama3Scaling
+from lw_jax.models.rotary import Llama3Scaling, llama3_factors
 
 ARCHITECTURES = ("llama", "qwen2")
 _MUST_EQUAL: dict[str, Any] = {"expert_count": 0, "expert_used_count": 0, "rope.scaling.type": "none"}
@@ -132,16 +131,7 @@ def _rope(factors: np.ndarray | None, theta: float, head_dim: int, where: str) -
     scaling = Llama3Scaling(
         factor=float(np.max(factors)), low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
     )
-    expected = llama3_divisors(scaling, theta, head_dim)
+    expected = 1.0 / llama3_factors(theta ** -(np.arange(0, head_dim, 2) / head_dim), scaling)
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=_FACTOR_TOLERANCE, atol=0.0):
         raise UserError(f"{where}: tensor rope_freqs.weight is not the frequency scaling of Llama 3.x; not supported")
     return {"rope_theta": theta} | rope_fields.write_scaling(scaling)
-
-
-def llama3_divisors(scaling: Llama3Scaling, theta: float, head_dim: int) -> np.ndarray:
-    """Returns Llama 3.1's divisor of each rotary frequency, [head_dim / 2], as in `rope_freqs.weight`."""
-    frequency = theta ** -(np.arange(0, head_dim, 2) / head_dim)
-    turns = scaling.original_max_positions * frequency / (2 * math.pi)  # over the original context
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    smooth = np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
-    return 1.0 / ((1.0 - smooth) / scaling.factor + smooth)

@@ -1,10 +1,15 @@
 """Rotary position embedding (RoPE) and its frequency scaling for long contexts."""
 
 import dataclasses
+import math
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
+
+_Values = TypeVar("_Values", jax.Array, np.ndarray)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +41,7 @@ def angles(
     frequency = 1.0 / jnp.power(jnp.float32(theta), exponent)
     frequency = frequency[None, :]
     if isinstance(scaling, Llama3Scaling):
-        frequency = _llama3_frequencies(frequency, scaling)
+        frequency = frequency * llama3_factors(frequency, scaling)
     elif isinstance(scaling, LongRope):
         # By a row's real tokens, as transformers chooses for a single row. Past the switch a cache of the short
         # frequencies is invalid: `decode.generate` processes the text again there, as transformers does.
@@ -48,18 +53,12 @@ def angles(
     return jnp.cos(angle) * gain, jnp.sin(angle) * gain
 
 
-def _llama3_frequencies(frequency: jax.Array, scaling: Llama3Scaling) -> jax.Array:
-    """Long wavelengths are divided by the factor, short ones kept, those between interpolated (Llama 3.1)."""
-    wavelength = 2 * jnp.pi / frequency
-    longest = scaling.original_max_positions / scaling.low_freq_factor
-    shortest = scaling.original_max_positions / scaling.high_freq_factor
-    smooth = (scaling.original_max_positions / wavelength - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    between = (1 - smooth) * frequency / scaling.factor + smooth * frequency
-    return jnp.where(
-        wavelength > longest, frequency / scaling.factor, jnp.where(wavelength < shortest, frequency, between)
-    )
+def llama3_factors(frequency: _Values, scaling: Llama3Scaling) -> _Values:
+    """Returns what Llama 3.1 multiplies each frequency by: long wavelengths' are divided, short ones' kept."""
+    turns = scaling.original_max_positions * frequency / (2 * math.pi)  # over the original context
+    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = smooth.clip(0.0, 1.0)
+    return (1.0 - smooth) / scaling.factor + smooth
 
 
 def rotate(x: Float[Array, "b t h e"], cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from lw_jax.core.errors import UserError
 from lw_jax.hub import families, gguf_family, tensor_files, weights
 from lw_jax.models import decoder
-from lw_jax.models.rotary import Llama3Scaling
+from lw_jax.models.rotary import Llama3Scaling, llama3_factors
 from tests import tiny
 from tests.tiny import assert_equal_trees
 from tests.tiny import edit_tensors as edit
@@ -317,8 +317,9 @@ def write_gguf(path, cfg, arch, *, change=lambda name, value: value, fields=lamb
             raw = quantize(value, QUANTISED) if quantised else value
             writer.add_tensor(name, raw, raw_dtype=QUANTISED if quantised else None)
         if cfg.rope_scaling is not None:
-            factors = gguf_family.llama3_divisors(cfg.rope_scaling, cfg.rope_theta, cfg.head_dim)
-            writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+            frequency = cfg.rope_theta ** -(np.arange(0, cfg.head_dim, 2) / cfg.head_dim)
+            factors = llama3_factors(frequency, cfg.rope_scaling)
+            writer.add_tensor("rope_freqs.weight", (1 / factors).astype(np.float32))
 
     tiny.write_gguf(path, add, arch=arch)
     return params
