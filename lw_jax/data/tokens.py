@@ -220,10 +220,12 @@ def load_source_tokenizer(location: Path) -> Tokenizer | BertTokenizer:
     Raises:
         UserError: no `tokenizer.json`, no padding token, or what `load_tokenizer` refuses.
     """
-    if not location.is_dir() or read_or_default(location / "config.json", Kind).model_type != "bert":
+    kind = read_or_default(location / "config.json", Kind) if location.is_dir() else Kind()
+    if kind.model_type != "bert":
         return load_tokenizer(location)
     fast, _, rows = tokenizer_files.load(location)
-    backend, pad = _uncut(fast), fast.pad_token_id
+    # Google's files name no token: transformers has it in its class.
+    backend, pad = _uncut(fast), kind.pad_token_id if fast.pad_token_id is None else fast.pad_token_id
     if not isinstance(pad, int):
         raise UserError(f"{location}: the tokenizer names no padding token; set pad_token in tokenizer_config.json")
     vocab, special = _size(backend), _marks(backend, location)

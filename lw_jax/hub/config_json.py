@@ -20,10 +20,11 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """Model class of a config.json, and the rows of its embedding table."""
+    """Model class of a config.json, the rows of its embedding table, and its padding."""
 
     model_type: str | None = None
     vocab_size: Size | None = None
+    pad_token_id: schema.Index | None = None
 
 
 class Rope(msgspec.Struct, frozen=True):

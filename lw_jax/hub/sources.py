@@ -28,7 +28,8 @@ _PACKAGE = re.compile(
 _FILE_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".json")
 # of a hub repository; pickles are never fetched
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
-TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "config.json", "generation_config.json"]
+# Whatever else of a repository is fetched later, its tokenizer stays the same.
+TOKENIZER_FILES = ["tokenizer*", "*.jinja", "special_tokens_map.json", "config.json", "generation_config.json"]
 _HUB_COPIES = ["original/*", "consolidated*", "onnx/*"]  # the same weights again
 _CHUNK_BYTES = 8 << 20
 

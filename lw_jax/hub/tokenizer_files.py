@@ -99,6 +99,8 @@ def _from_folder(folder: Path) -> Loaded:
     stated = folder / "generation_config.json"  # as transformers, which else makes one of config.json
     ends = read_or_default(stated if stated.is_file() else folder / "config.json", _Generation).eos_token_id
     stops = ends if isinstance(ends, tuple) else () if ends is None else (ends,)
+    if fast.eos_token_id is None and stops:  # GPT-2's files name none: transformers has it in its class
+        fast.eos_token = fast.convert_ids_to_tokens(stops[0])
     return fast, stops, read_or_default(folder / "config.json", Kind).vocab_size
 
 

@@ -118,7 +118,7 @@ def _read_config(file: Path) -> tuple[dict[str, Any], set[str]]:
     unused = {f"{name}_token_id": None for name in ("bos", "eos", "pad")}  # or the class's own, beyond the vocabulary
     try:
         fields = CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(read) | unused).to_dict()
-    except (ValueError, TypeError, LookupError, AttributeError, StrictDataclassError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise UserError(f"{file}: transformers refuses it ({' '.join(str(error).split())[:300]}); {_FETCH}") from error
     return raw | fields | families.stated_rope(raw, fields), set(raw)
 

@@ -22,7 +22,7 @@ START_LEGEND = (
 def report(plan: Plan, *, own: Mapping[str, Any] | None = None) -> str:
     """Returns a plan as text; `own` are the values of `config.SEARCHED` that the configuration's file sets."""
     if isinstance(plan, StartPlan):
-        work = f"no step, a start from {plan.texts} texts of at most {plan.tokens} tokens, {plan.rows} at once"
+        work = f"no step, a start from at most {plan.texts} texts of at most {plan.tokens} tokens, {plan.rows} at once"
         notes, legend = [], START_LEGEND
         rows, choice = _start_rows(plan.candidates), plan.chosen and _start_choice(plan, plan.chosen)
     else:

@@ -50,17 +50,17 @@ WEIGHED = 0.25  # power of a layer's share of the table at a quarter, which weig
 def start(recipe: "CacheWire", frozen: Tree) -> dict[str, Tree]:
     ratio, most = recipe.cfg.encoder.ratio, MOST_HELD_OUT[recipe.placement.platform]
     train, held_out = _divide(recipe.curriculum.examples("train"), recipe.cfg.encoder.texts, most)
-    encoded, codes = recipe.encode(held_out), {}
+    read, encoded, codes = recipe.encode(train), recipe.encode(held_out), {}
     for name in recipe.wire.readers:
         begun = time.monotonic()
-        code, tokens = _fit(recipe, frozen[name], name, [example.context for example in train])
+        code, tokens = _fit(recipe, frozen[name], name, read.readers[name]["own"].ids)
         alone = dataclasses.replace(encoded, readers={name: encoded.readers[name]})
         in_batches = cache_rows.batches_by_length(alone, range(len(alone)), _rows(recipe))
         with phase(f"{name}: reading {len(alone)} held-out texts twice"):
             texts = HeldOut(recipe.functions, frozen[name], name, code, in_batches)
         codes[name] = code | _settle(texts, recipe.cfg.message.bytes, ratio)
         seconds = duration(time.monotonic() - begun)
-        print(f"{name}: {tokens:,} tokens of {len(train)} texts, {seconds}", flush=True)
+        print(f"{name}: {tokens:,} tokens of {len(read)} texts, {seconds}", flush=True)
     return codes
 
 
@@ -111,7 +111,7 @@ class _Text(NamedTuple):
     power: Float[np.ndarray, "t l k"]
 
 
-def _fit(recipe: "CacheWire", params: Tree, name: str, texts: list[str]) -> tuple[dict[str, Any], int]:
+def _fit(recipe: "CacheWire", params: Tree, name: str, ids: Sequence[np.ndarray]) -> tuple[dict[str, Any], int]:
     """Returns a reader's basis and tables from its own keys and values of texts, and how many tokens they have.
 
     A first basis is that of all states; the basis is that of states in which what weighs little in a message is what
@@ -122,8 +122,8 @@ def _fit(recipe: "CacheWire", params: Tree, name: str, texts: list[str]) -> tupl
     read: list[_Text] = []
     with tempfile.TemporaryFile() as file:
         states = _States(file, 2 * math.prod(shape))
-        with phase(f"{name}: reading texts twice", len(texts), "texts") as done:
-            for y, text in done.track(_read(recipe, params, name, texts)):
+        with phase(f"{name}: reading texts twice", len(ids), "texts") as done:
+            for y, text in done.track(_read(recipe, params, name, ids)):
                 states.add(y)
                 read.append(text)
         together = np.concatenate([text.scores for text in read])
@@ -176,7 +176,9 @@ def _fill(code: Code, y: jax.Array, real: jax.Array, weights: jax.Array, **setti
     return cache_code.fill(code, y.astype(jnp.float32), real, weights, **settings).astype(jnp.bfloat16)
 
 
-def _read(recipe: "CacheWire", params: Tree, name: str, texts: list[str]) -> Iterator[tuple[np.ndarray, _Text]]:
+def _read(
+    recipe: "CacheWire", params: Tree, name: str, ids: Sequence[np.ndarray]
+) -> Iterator[tuple[np.ndarray, _Text]]:
     """Yields of each text the states bf16[t n] of its tokens, and what their keys are worth."""
     layout, mesh = recipe.layout, recipe.functions.mesh_of(name)
     pad = layout.readers[name].tokenizer.pad
@@ -184,9 +186,7 @@ def _read(recipe: "CacheWire", params: Tree, name: str, texts: list[str]) -> Ite
     again = cache_rows.ask_again(name, layout)
     longest = (recipe.wire.readers[name].config.max_positions - len(before) - len(again)) // 2
     limit = min(longest, recipe.cfg.data.context_tokens)
-    ids = prompt_tokens.tokenize_behind(layout.readers[name].tokenizer, texts, limit=limit)
-    ids = [tokens[:limit] for tokens in ids]
-    ids.sort(key=len)  # batches of texts alike in length have little padding
+    ids = sorted((tokens[:limit] for tokens in ids), key=len)  # batches of texts alike in length have little padding
     around = {
         key: batches.field([text], pad, left=False).collate([0]) for key, text in (("before", before), ("again", again))
     }
@@ -239,7 +239,8 @@ def _settle(texts: HeldOut, limit: float, run_ratio: int) -> dict[str, jax.Array
             f"{answers.divergence:.3f} from the text's"
             for way, (answers, _) in ways.items()
         )
-        print(f"{texts.name}: one of {ratio} positions: {'; '.join(words)}; step {step:.4f}", flush=True)
+        taken = f"{'fitted' if fits else 'exact'} ones are taken, step {ways[fits][1].step:.3g}"
+        print(f"{texts.name}: one of {ratio} positions: {'; '.join(words)}; {taken}", flush=True)
     fits, _, rate = chosen[run_ratio]
     shown = {row: chosen[ratio][1] for ratio, row in RATES.items()}
     if texts.has_others:

@@ -288,7 +288,8 @@ def _made(run: Run, wire: WireFolder) -> str:
     samples = wire.step * cfg.train.global_batch
     if _is_cache(run):
         trained = f" Then trained for {wire.step:,} steps, {samples:,} samples." if wire.step else ""
-        text = f"Computed in closed form from {cfg.encoder.texts} texts of the data above, {versions}{where}.{trained}"
+        texts = f"at most {cfg.encoder.texts} texts of the data above"
+        text = f"Computed in closed form from {texts}, {versions}{where}.{trained}"
         text = _paragraph(f"{text} The whole configuration stands in config.json.")
         return f"## Start\n\n{text}\n````sh\n{run.training}\n````\n"
     text = _paragraph(

@@ -177,6 +177,9 @@ def test_bert_tokenizer_without_padding_token_is_refused(marked):
         (marked / name).write_text(json.dumps(fields))
     with pytest.raises(UserError, match="no padding token.*pad_token"):
         load_source_tokenizer(marked)
+    fields = json.loads((marked / "config.json").read_text())
+    (marked / "config.json").write_text(json.dumps(fields | {"pad_token_id": 0}))
+    assert load_source_tokenizer(marked).pad == 0
 
 
 def test_decoder_body_reads_by_its_reader_tokenizer(folder, tmp_path):
@@ -240,3 +243,6 @@ def test_generation_ends_where_transformers_does(tmp_path, sentencepiece):
     assert load_tokenizer(tmp_path).stops == (0, 7), "of config.json where there is no generation_config.json"
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
     assert load_tokenizer(tmp_path).stops == (0, 9)
+    named = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 1024}))  # as GPT-2's
+    assert "eos_token" in named and load_tokenizer(tmp_path).stops == (9,)

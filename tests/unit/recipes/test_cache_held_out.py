@@ -1,5 +1,7 @@
 """The search for the step of a cache message's numbers, without a reader."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -133,10 +135,13 @@ def test_each_ratio_is_fitted_where_that_serves_it_and_all_larger_ones(served, o
     texts = Settled(served)
     texts.has_others = own != 16  # else each would be read from its own message
     found = cache_start._settle(texts, 256, own)
-    assert ("another text's" in capsys.readouterr().out) == texts.has_others
+    said = capsys.readouterr().out
+    assert ("another text's" in said) == texts.has_others
     assert {ratio for ratio, way in texts.tried if way} == tried
     assert [ratio for ratio in range(1, 17) if found["fitted"][ratio - 1]] == list(fitted)
     steps = {ratio: ratio + 0.5 * (ratio in fitted) for ratio in {own, 1, 2, 4, 8}}
+    for ratio, step in steps.items():
+        assert re.search(rf"one of {ratio} positions: .*ones are taken, step {step:.3g}\n", said)
     for ratio in range(1, 17):
         assert found["step"][ratio - 1] == steps[max(one for one in steps if one <= ratio)]
         assert found["zero"].shape == (16, WIDTH)

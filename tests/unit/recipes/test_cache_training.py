@@ -147,7 +147,7 @@ def test_the_basis_is_fitted_anew_to_what_messages_say(root, monkeypatch):
     recipe = make(root, only="qwen", encoder__width=12, encoder__ratio=4)
     first, fit_code = [], cache_code.fit_code
     monkeypatch.setattr(cache_code, "fit_code", lambda *a, **k: first.append(fit_code(*a, **k)) or first[-1])
-    texts = [one.context for one in recipe.curriculum.examples("train")[:12]]
+    texts = recipe.encode(recipe.curriculum.examples("train")[:12]).readers["qwen"]["own"].ids
     code, _ = cache_start._fit(recipe, recipe.load_frozen()["qwen"], "qwen", texts)
     shared = np.linalg.norm(first[0].basis @ code["basis"].T) ** 2 / len(code["basis"])
     assert 0.5 < shared < 1 - 1e-4, "random readers look everywhere: it turns a little"

@@ -209,22 +209,32 @@ def test_half_of_the_texts_weigh_at_all_positions_and_half_at_the_ratio():
         assert scores[kept_here].min() > scores[~kept_here].max()
 
 
-def test_a_start_goes_without_held_out_texts_that_are_too_long(root, monkeypatch):
-    cfg = make_config(root, only="qwen", data__overlong="drop", encoder__texts=16)
-    recipe, read = CacheWire(cfg, tiny.place(cfg)), []
-    first_held_out = 7  # of one in eight
+@pytest.mark.parametrize("overlong", [0, 7])  # of one in eight the eighth is held out
+def test_a_start_goes_without_texts_that_are_too_long_or_refuses_them(root, monkeypatch, overlong):
     examples = [
-        Example("", f"Card {n}: a bell.{' It rings.' * 2000 * (n == first_held_out)}", QUESTION, ("bell",))
-        for n in range(16)
+        Example("", f"Card {n}: a bell.{' It rings.' * 2000 * (n == overlong)}", QUESTION, ("bell",)) for n in range(16)
     ]
-    monkeypatch.setattr(recipe.curriculum, "examples", lambda split: examples)
-    monkeypatch.setattr(cache_start, "_fit", lambda *given: ({}, 0))
-    monkeypatch.setattr(cache_start, "HeldOut", lambda *given: read.extend(given[-1]))
+    fitted, held_out = [], []
+    monkeypatch.setattr(cache_start, "_fit", lambda *given: fitted.extend(given[-1]) or ({}, 0))
+    monkeypatch.setattr(cache_start, "HeldOut", lambda *given: held_out.extend(given[-1]))
     monkeypatch.setattr(cache_start, "_settle", lambda *given: {})
-    cache_start.start(recipe, {"qwen": {}})
-    (batch,) = read
-    tokens = batch["readers"]["qwen"]["own"]["ids"][batch["readers"]["qwen"]["own"]["mask"] & batch["valid"][:, None]]
-    assert recipe.tokenizers["qwen"].decode(tokens.tolist()).strip() == "Card 15: a bell."
+
+    def start(**changes):
+        cfg = make_config(root, only="qwen", encoder__texts=16, **changes)
+        recipe = CacheWire(cfg, tiny.place(cfg))
+        monkeypatch.setattr(recipe.curriculum, "examples", lambda split: examples)
+        cache_start.start(recipe, {"qwen": {}})
+        return recipe.tokenizers["qwen"]
+
+    tokenizer = start(data__overlong="drop")
+    (batch,) = held_out
+    own = batch["readers"]["qwen"]["own"]
+    read = [tokenizer.decode(ids[mask].tolist()).strip() for ids, mask in zip(own["ids"], own["mask"], strict=True)]
+    used = [[tokenizer.decode(ids).strip() for ids in fitted], [read[n] for n in np.flatnonzero(batch["valid"])]]
+    cards = [[n for n in range(16) if n % 8 != 7 and n != overlong], [n for n in (7, 15) if n != overlong]]
+    assert used == [[f"Card {n}: a bell." for n in part] for part in cards]
+    with pytest.raises(UserError, match="1 of .* examples have a context beyond the limit"):
+        start(data__overlong="refuse")
 
 
 def test_the_taught_row_is_that_of_the_text_in_one_piece(wire):
@@ -390,7 +400,9 @@ def test_an_exported_wire_has_a_card_with_hashes_and_what_it_weighs(exported):
     assert told["dtype"] == "int8" and set(told["models"]) == {"llms/llama", "llms/qwen"}
     for model in told["models"].values():
         assert all(value in card for value in model["sha256"].values())
-    assert "keys and values" in card and "in closed form from 24 texts" in card and "larger than its text" in card
+    assert (
+        "keys and values" in card and "in closed form from at most 24 texts" in card and "larger than its text" in card
+    )
     assert "steps" not in card.partition("## Start")[2].partition("````")[0]
 
 
@@ -435,8 +447,9 @@ TRAINING |= {"stages__pretrain__lengths": (16,)}
         ({"encoder__ratio": 17}, "encoder.ratio = 17"),
         ({"encoder__source": "models/x"}, "encoder.source = 'models/x'"),
         ({"encoder__run": "runs/x"}, "encoder.run = 'runs/x'"),
-        ({"encoder__kind": "bytes"}, "train.steps = 0"),
-        ({"encoder__kind": "bytes", "train__steps": 6, "eval__rows": ("half",)}, "eval.rows"),
+        ({"encoder__kind": "bytes"}, "message.bytes = 130"),
+        ({"encoder__kind": "bytes", "message__bytes": 256}, "train.steps = 0"),
+        ({"encoder__kind": "bytes", "message__bytes": 256, "train__steps": 6, "eval__rows": ("half",)}, "eval.rows"),
         (TRAINING | {"stages__align__share": 0.1}, "stages.align.share = 0.1"),
         (TRAINING | {"stages__pretrain__reconstruct": 0.3}, "stages.pretrain.reconstruct = 0.3"),
         (TRAINING | {"stages__answer__ratios": (2, 32)}, "stages.answer.ratios = 32"),
