@@ -65,7 +65,7 @@ bench: $(VENV)/.dev  ## our work against PyTorch's and TRL's, each side at its b
 	$(BIN)/python benchmarks/peer.py --config configs/dpo/smollm2.py --config.train.global_batch=4 \
 		--config.dpo.max_length=128 --precision best --rounds 2 --steps 3
 
-bench-gpu: $(VENV)/.dev  ## all that is to be measured on one card, in one JSON; under nine minutes
+bench-gpu: $(VENV)/.dev  ## all that is to be measured on one card, in one JSON; no case begins after 7.5 minutes
 	$(BIN)/python benchmarks/gpu.py --out $(or $(OUT),bench-gpu.json)
 
 check-cards: $(VENV)/.dev  ## what to run first on several cards: devices, an all-reduce, each placement, a kill and a resume

@@ -1,4 +1,4 @@
-"""Everything that is to be measured on one card, in one JSON: `make bench-gpu`, under nine minutes on an H200.
+"""Everything that is to be measured on one card, in one JSON: `make bench-gpu`.
 
     python benchmarks/gpu.py --out bench-gpu.json
     python benchmarks/gpu.py --out small.json --small      # the same cases on tiny models, on any machine

@@ -137,7 +137,8 @@ def table(found: Told) -> str:
         if "ratio" in part:
             ratios = part["ratio"]
             spread = f"turn by turn {ratios['least']:.2f}..{ratios['most']:.2f}"
-            lines.append(f"{name}, theirs / ours, each side at its best (*): {ratios['median']:.2f} ({spread})")
+            best = ", each side at its best (*)" * (found["precision"] == "best")
+            lines.append(f"{name}, theirs / ours{best}: {ratios['median']:.2f} ({spread})")
         else:
             lines.append(f"{name}: no ratio, as one side has nothing that counts")
     return "\n".join(lines)

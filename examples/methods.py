@@ -71,14 +71,14 @@ def _read(folder: Path, row: str, result: dict[str, Any]) -> Iterator[dict[str, 
         between = result["readers"][reader]
         alone = ALONE if "selected_taught" in rows else {}  # of the run that has the rows without a wire
         for name, method in (("latents", row), *((name, alone[name]) for name in alone if name in rows)):
-            share = _share(rows, name) if between.get("normalised_f1") is not None else None
+            share = _share(rows, name, between["upper"]) if between.get("normalised_f1") is not None else None
             line = {"method": method, "reader": reader, "normalised_f1": share}
             line |= {key: rows[name][key] for key in ("positions", "f1", "nll")}
             yield line | (cost if name == "latents" else free)
 
 
-def _share(rows: Mapping[str, Mapping[str, float]], name: str) -> float:
-    return (rows[name]["f1"] - rows["none"]["f1"]) / (rows["text_taught"]["f1"] - rows["none"]["f1"])
+def _share(rows: Mapping[str, Mapping[str, float]], name: str, upper: str) -> float:
+    return (rows[name]["f1"] - rows["none"]["f1"]) / (rows[upper]["f1"] - rows["none"]["f1"])
 
 
 def _trained(folder: Path) -> int:

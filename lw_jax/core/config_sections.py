@@ -39,7 +39,7 @@ class LLM:
     weights: str = key(
         "fp32",
         "how the weights are stored; nf4 (4.25 bits a value), int8 and awq (an AutoAWQ folder) pack the layers' "
-        "matrices, w8a8 and fp8 also multiply in int8 and fp8; on a CPU fp32 and bf16 are as compute.dtype multiplies",
+        "matrices, w8a8 and fp8 also multiply in int8 and fp8; on a CPU fp32 is as compute.dtype multiplies",
         choices=("fp32", "bf16", "int8", "nf4", "awq", "w8a8", "fp8"),
     )
     template: str = key(
@@ -148,7 +148,7 @@ class Message:
 
     bytes: int = key(
         256,
-        "encoder.kind cache: size of a message of all positions, from which the step of its numbers follows",
+        "encoder.kind cache: size of a message at each ratio (1, 2, 4, 8, the run's), from which its steps follow",
         unit="bytes a token of the text",
         at_least=1,
         at_most=FRAME,
@@ -492,9 +492,9 @@ class Compute:
 
     dtype: str = key(
         "auto",
-        "arithmetic of encoder, adapters and trained models, whose parameters stay fp32, and on a CPU of the frozen "
-        "readers. bf16 on a CPU: the factors of products, all else fp32. auto: bf16, but fp32 on a CPU without AMX and "
-        "AVX-512 BF16",
+        "arithmetic of encoder, adapters and trained models, whose parameters stay fp32, and on a CPU of readers but "
+        "those in bf16. bf16 on a CPU: the factors of products, all else fp32. auto: bf16, but fp32 on a CPU without AMX "
+        "and AVX-512 BF16",
         choices=("auto", "fp32", "bf16"),
     )
     remat: str = key(

@@ -44,8 +44,8 @@ def of(dtype: str, platform: str) -> Precision:
 def of_reader(weights: str, dtype: str, platform: str) -> Precision:
     """Returns the precision of a frozen reader under its `weights` and `compute.dtype`.
 
-    On a GPU floats are multiplied as they are stored. On a CPU `compute.dtype` is of all products, and the weights
-    that are only multiplied are stored as their products take them.
+    On a GPU floats are multiplied as they are stored. On a CPU `compute.dtype` is of all products but those of a reader
+    in bf16, and the weights that are only multiplied are stored as their products take them.
     """
     if platform == "cpu":
         return of("bf16" if weights == "bf16" else dtype, platform)
