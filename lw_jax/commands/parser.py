@@ -133,7 +133,11 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
                     "NAME", "this reader alone answers; may be repeated (default: all)", kind=_text, action="append"
                 ),
                 "--write": _value("FILE", "write the text's message; '-' is standard output"),
-                "--ratio": _value("N", "kind cache: one of N positions (default: encoder.ratio)", kind=_whole),
+                "--ratio": _value(
+                    "N",
+                    "kind cache: one of N positions (default: encoder.ratio, or the least of --message)",
+                    kind=_whole,
+                ),
                 "--bits": _value("N", "bits a value: 16, 8, 6, 4 or 2 (default: 8)", kind=_whole),
                 "--slots": _value(
                     "N", "send N latents (default: as encoder.ratio says, or encoder.slots)", kind=_whole

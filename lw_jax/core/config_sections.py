@@ -493,8 +493,8 @@ class Compute:
     dtype: str = key(
         "auto",
         "arithmetic of encoder, adapters and trained models, whose parameters stay fp32, and on a CPU of readers but "
-        "those in bf16. bf16 on a CPU: the factors of products, all else fp32. auto: bf16, but fp32 on a CPU without AMX "
-        "and AVX-512 BF16",
+        "those in bf16. bf16 on a CPU: the factors of products, all else fp32. auto: bf16, but fp32 on a CPU without "
+        "AMX and AVX-512 BF16",
         choices=("auto", "fp32", "bf16"),
     )
     remat: str = key(
