@@ -27,18 +27,16 @@ COLLAPSED, NO_GAP = 0.60, 0.30  # below these the wire does not work at all
 READ, LATENTS, ABOVE_CHANCE = 0.99, 0.95, 0.05
 INT4_LOSS = 0.02
 PARAMETERS = 1_000_000
-READER_STEPS = 200  # of the configuration's 300
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """configs/pairs.py, trained and evaluated as a user would, its readers made in fewer steps."""
+    """configs/pairs.py, trained and evaluated as a user would."""
     workdir = tmp_path_factory.mktemp("proof") / "run"
     flags = ["--config.eval.examples=192", "--config.eval.curve=f1", "--config.eval.curve_examples=96"]
-    made = ["--config", "configs/pairs.py", f"--config.selfmade.steps={READER_STEPS}"]
-    for words in (made, ["eval", *flags]):
+    for words in (["--config", "configs/pairs.py"], ["eval", *flags]):
         done = start(*words, "--workdir", str(workdir), cwd=workdir.parent, environ=environment(1))
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return workdir
@@ -111,9 +109,7 @@ def test_thirty_two_examples_overfit_by_generation(tmp_path: Path) -> None:
     rows = [{"context": e.context, "question": e.question, "answers": list(e.answers)} for e in made]
     for name in ("train.jsonl", "same.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    of_pairs = pairs.get_config()
-    of_pairs.selfmade.steps = READER_STEPS
-    of_pairs = config.build(of_pairs)
+    of_pairs = config.build(pairs.get_config())
     readers = {name: selfmade.finished_folder(of_pairs, f"selfmade:{name}") for name in of_pairs.llms}
     changes = [f"--config.llms.{name}.source={folder}" for name, folder in readers.items()]
     changes += (
