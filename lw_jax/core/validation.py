@@ -96,15 +96,14 @@ def _check_packing(cfg: Config) -> None:
 
 
 def _check_no_stages(cfg: Config) -> None:
-    stages, rule = cfg.stages, f"recipe {cfg.recipe!r} has no stages."
-    if stages.answer.rate != 1:
-        refuse("stages.answer.rate", stages.answer.rate, f"must be 1: {rule}")
-    for path, share in (
-        ("stages.align.share", stages.align.share),
-        ("stages.pretrain.share", stages.pretrain.share),
+    stages = cfg.stages
+    for path, value, only in (
+        ("answer.rate", stages.answer.rate, 1),
+        ("align.share", stages.align.share, 0),
+        ("pretrain.share", stages.pretrain.share, 0),
     ):
-        if share:
-            refuse(path, share, f"must be 0: {rule}")
+        if value != only:
+            refuse(f"stages.{path}", value, f"must be {only}: recipe {cfg.recipe!r} has no stages.")
 
 
 def _check_stages(cfg: Config) -> None:

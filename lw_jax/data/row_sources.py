@@ -146,8 +146,8 @@ def files(source: str, split: str, *, beside: Collection[str] = (), known: str =
         raise UserError(f"{path}: no such file or folder (seen from {Path.cwd()}); name {known}")
     matches = _walk(path, (*SUFFIXES, *beside))
     tables = [file for file in matches if suffix_of(file) in SUFFIXES]
-    if not beside and (rows := _walk(path, (".jsonl",))) and tables:
-        raise UserError(f"{rows[0]}: stands in a folder of tables, which alone are read; {_COMMAS}")
+    if tables and not beside and (unread := _walk(path, (".jsonl",))):
+        raise UserError(f"{unread[0]}: stands in a folder of tables, which alone are read; {_COMMAS}")
     if not named and len(tables) < len(matches):
         if len(several := {_split_of(file.relative_to(path)) for file in matches} - {""}) > 1:
             raise UserError(

@@ -7,7 +7,7 @@ import pytest
 
 import run
 from examples import methods
-from tests import tiny
+from tests import runs, tiny
 
 QUICK = (
     "train.steps=2",
@@ -60,3 +60,12 @@ def test_every_method_runs_and_gives_its_line(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     monkeypatch.setattr(here, "run", None)  # nothing is run again
     assert methods.main(asked) == 0 and len(capsys.readouterr().out.splitlines()) == 2 + len(lines)
+
+
+def test_a_share_is_of_the_row_that_the_comparison_took(tmp_path, monkeypatch):
+    result = runs.evaluation()
+    assert "text_taught" not in result["rows"]["llama"] and result["readers"]["llama"]["upper"] == "text"
+    monkeypatch.setattr(methods, "_trained", lambda folder: 0)
+    first = next(methods._read(runs.write_run(tmp_path), "ours", result))
+    f1 = {name: row["f1"] for name, row in result["rows"]["llama"].items()}
+    assert first["normalised_f1"] == pytest.approx((f1["latents"] - f1["none"]) / (f1["text"] - f1["none"]))

