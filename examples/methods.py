@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from examples import row_runs
 from examples.ablate import BERT, BYTES
 from lw_jax import recipes
+from lw_jax.core.errors import leave
 from lw_jax.core.tree import flatten_paths
 from lw_jax.training import run_folder
 
@@ -33,9 +34,8 @@ ROWS = {
     "500x-like": (*LEARNED, "encoder.rank=8", "encoder.rate=1.0", "adapter.kind=kv"),
     "ARC-like": ("encoder.pooling=windows", "adapter.start=random", "encoder.rate=0.0"),
     "cache code": (  # nothing is trained, whatever train.steps the others take
-        *("encoder.kind=cache", "encoder.source=", "encoder.sha256=", "encoder.ratio=2", "encoder.width=256"),
-        *("encoder.texts=400", "message.bytes=64", "adapter.start=random", "stages.answer.slots=", "train.steps=0"),
-        *("encoder.rank=0", "encoder.states=0", "encoder.mask=none", "encoder.pooling=windows"),
+        *("encoder.kind=cache", "encoder.ratio=2", "encoder.width=256", "encoder.texts=400"),
+        *("message.bytes=64", "train.steps=0"),
     ),
     "ours": (
         "adapter.kind=kv",
@@ -95,4 +95,4 @@ def _trained(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(lambda: main(sys.argv[1:]))

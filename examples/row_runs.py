@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lw_jax.core.config_file import load
+from lw_jax.core.command_line import take_assignments
+from lw_jax.core.config import build, flags, flatten, unread
+from lw_jax.core.config_file import load, override
 from lw_jax.core.files import content_hash
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,17 +43,18 @@ def main(bench: Bench, argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", default=",".join(bench.rows), help=f"some of: {', '.join(bench.rows)}")
     parser.add_argument("--seeds", default="0")
-    asked, flags = parser.parse_known_args(argv)
+    assignments, words = take_assignments(argv)
+    asked, other = parser.parse_known_args(words)
     rows = asked.rows.split(",")
-    if unknown := [word for word in [*rows, *flags] if word not in bench.rows and not word.startswith("--config.")]:
+    if unknown := [word for word in [*rows, *other] if word not in bench.rows]:
         print(f"error: {unknown[0]!r} is no row and no --config. flag; rows: {', '.join(bench.rows)}", file=sys.stderr)
         return 2
     wanted = {}
     for seed in asked.seeds.split(","):
         for row in rows:
-            before, behind = ("train.alarm=warn", *bench.flags), (*bench.rows[row], f"seed={seed}")
-            first, last = ([f"--config.{change}" for change in changes] for changes in (before, behind))
-            wanted[seed, row] = asked.out / f"{row.replace(' ', '-')}-{seed}", [*first, *flags, *last]
+            changes = assigned("train.alarm=warn", *bench.flags) | assignments
+            changes |= assigned(*bench.rows[row], f"seed={seed}")
+            wanted[seed, row] = asked.out / f"{row.replace(' ', '-')}-{seed}", flags(complete(asked.config, changes))
     # Of its values: the file, or what it imports, may be edited.
     config = content_hash(load(asked.config, root=ROOT).to_dict())
     for folder, own in wanted.values():
@@ -71,6 +74,19 @@ def main(bench: Bench, argv: Sequence[str]) -> int:
     for row in failed:
         print(f"not run: {row}; its last words stand above", file=sys.stderr)
     return 1 if failed else 0
+
+
+def assigned(*words: str) -> dict[str, str]:
+    """Returns KEY=VALUE words by key."""
+    return dict(word.split("=", 1) for word in words)
+
+
+def complete(file: str, changes: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the changes of a configuration, with the defaults of what is not read any more."""
+    values = load(file, root=ROOT)
+    override(values, changes)
+    now = flatten(values)
+    return {**changes, **{path: value for path, value in unread(build(values)).items() if now[path] != value}}
 
 
 def _differs(folder: Path, words: list[str]) -> Path | None:

@@ -210,7 +210,9 @@ def make_config(root: Path, *, only: str = "", models: Mapping[str, Path] | None
     c.train.update(steps=6, global_batch=8, log_every=1, checkpoint_every=3)
     c.compute.remat = "none"
     c.eval.update(examples=8, batch=8, max_new_tokens=4)
-    c.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
+    values = {key.replace("__", "."): value for key, value in changes.items()}
+    c.encoder.kind = values.get("encoder.kind", c.encoder.kind)
+    c.update_from_flattened_dict(config.unread(config.build(c)) | values)
     return config.build(c)
 
 

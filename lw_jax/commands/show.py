@@ -55,7 +55,14 @@ def print_keys(*, as_json: bool) -> None:
             default = repr(entry.default) + "".join(
                 f" ({name}: {value!r})" for name, value in recipes[entry.path].items()
             )
-            facts = [default, entry.key.unit, entry.key.range, " | ".join(entry.key.choices)]
+            readers = ", ".join(config.read_by(entry.path))
+            facts = [
+                default,
+                entry.key.unit,
+                entry.key.range,
+                " | ".join(entry.key.choices),
+                readers and f"read by {readers}",
+            ]
             print(f"  {entry.path.rpartition('.')[2]:<19} {entry.type}, {'; '.join(filter(None, facts))}")
             print(textwrap.fill(entry.key.doc, _WIDTH, initial_indent=" " * 22, subsequent_indent=" " * 22))
         print()
@@ -73,5 +80,6 @@ def _to_dict(entry: config.Entry, recipes: dict[str, Any]) -> dict[str, Any]:
         "unit": rule.unit,
         "choices": list(rule.choices),
         "range": rule.bounds,
+        "read_by": list(config.read_by(entry.path)),
         "doc": rule.doc,
     }

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from lw_jax.core.config_keys import Key, check, declared, refuse, suggest
 from lw_jax.core.config_sections import (
     LLM,
+    READ_BY,
     RECIPES,
     AnswerStage,
     Compute,
@@ -107,6 +108,18 @@ def values_of(cfg: Config) -> Iterator[tuple[str, Any, Key]]:
         yield path, value, rules[re.sub(r"^llms\.[^.]+", "llms.NAME", path)]
 
 
+def read_by(path: str) -> tuple[str, ...]:
+    """Returns the recipes and the kinds of encoder that read a key; empty: all do."""
+    return next((names for regex, names in READ_BY if re.fullmatch(regex, path)), ())
+
+
+def unread(cfg: Config) -> dict[str, Any]:
+    """Returns the default of every key, by its path, that neither the recipe nor its kind of encoder reads."""
+    kinds = {cfg.recipe, cfg.encoder.kind} if cfg.recipe == "latentwire" else {cfg.recipe}
+    flat = flatten(defaults(cfg.recipe))
+    return {path: value for path, value in flat.items() if read_by(path) and not kinds & {*read_by(path)}}
+
+
 def defaults(recipe: str) -> dict[str, Any]:
     """Returns the default of every key, nested; those of an unknown recipe are the first one's."""
     values = dataclasses.asdict(Config(recipe=recipe))
@@ -138,6 +151,12 @@ def flatten(values: Values, prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = tuple(value) if isinstance(value, list) else value
     return flat
+
+
+def flags(values: Mapping[str, Any]) -> list[str]:
+    """Returns the words of a command line that set these values, by path."""
+    texts = {path: ",".join(map(str, value)) if isinstance(value, tuple) else value for path, value in values.items()}
+    return [f"--config.{path}={text}" for path, text in texts.items()]
 
 
 def diff(old: Values, new: Values) -> list[str]:

@@ -57,7 +57,7 @@ class Encoder:
         "from scratch; cache: each reader's own keys and values are the message, in closed form (docs/messages.md)",
         choices=("lm", "bert", "bytes", "cache"),
     )
-    source: str = key("", "the pretrained body, named as a reader's source; empty for bytes and cache")
+    source: str = key("", "the pretrained body, named as a reader's source")
     sha256: str = key("", "hash of the body's weight file, checked when given", shapes="no")
     run: str = key("", "folder of a trained run whose encoder is used frozen; only adapters are trained", shapes="zero")
     layers: int = key(
@@ -81,7 +81,7 @@ class Encoder:
     )
     texts: int = key(
         400,
-        "cache: texts of data.train for its basis and tables; one of eight, at most 12 (GPU: 32), is held out",
+        "texts of data.train for the basis and tables; one of eight, at most 12 (GPU: 32), is held out",
         unit="texts",
         at_least=8,
         shapes="no",
@@ -96,20 +96,20 @@ class Encoder:
     )
     states: int = key(
         0,
-        "states before so many of the body's layers, evenly spaced, side by side (kind lm); 0: a learned mix over all",
+        "states before so many of the body's layers, evenly spaced, side by side; 0: a learned mix over all",
         unit="layers",
         at_least=0,
         at_most=1000,
     )
     mask: str = key(
         "none",
-        "causal leaves the body's states what they were in pretraining (kind lm)",
+        "causal leaves the body's states what they were in pretraining",
         choices=("none", "causal"),
         shapes="no",
     )
     rank: int = key(
         0,
-        "rank of LoRA pairs (alpha = 2 x rank) beside all matrices of the body, which stays frozen (kind lm); 0: the "
+        "rank of LoRA pairs (alpha = 2 x rank) beside all matrices of the body, which stays frozen; 0: the "
         "body itself is trained",
         at_least=0,
         at_most=FRAME,
@@ -148,7 +148,7 @@ class Message:
 
     bytes: int = key(
         256,
-        "encoder.kind cache: size of a message at each ratio (1, 2, 4, 8, the run's), from which its steps follow",
+        "size of a message at each ratio (1, 2, 4, 8, the run's), from which its steps follow",
         unit="bytes a token of the text",
         at_least=1,
         at_most=FRAME,
@@ -195,7 +195,7 @@ class Data:
     )
     held_out: float = key(
         0.0,
-        "dpo, ttt: part of data.train held out where data.validation is empty",
+        "part of data.train held out where data.validation is empty",
         unit="share",
         at_least=0,
         below=1,
@@ -591,3 +591,22 @@ RECIPES: dict[str, dict[str, Any]] = {
     "dpo": {"data.validation": "", "data.held_out": 0.1, "train.alarm_step": 0},
     "ttt": {"data.validation": "", "data.held_out": 0.02, "train.alarm_step": 0, "compute.logits_chunk": 0},
 }
+
+WIRE = ("latentwire",)
+PRETRAINED = ("lm", "bert")  # kinds of encoder with a pretrained body
+TRAINED = (*PRETRAINED, "bytes")  # kinds of encoder that write trained latents
+# Regex of keys -> the recipes or kinds of encoder that read them, the first that fits; all others are read by all.
+READ_BY = (
+    (r"encoder\.(source|sha256|rate)", PRETRAINED),
+    (r"encoder\.(states|mask|rank)", ("lm",)),
+    (r"encoder\.texts|message\..*", ("cache",)),
+    (r"encoder\.(kind|ratio|width)|prompt\..*|loss\.ce|selfmade\..*", WIRE),
+    (r"stages\.(pretrain\..*|answer\.(rate|ratios))|train\.alarm.*", WIRE),
+    (r"data\.(passages|cards|facts|context_tokens|question_tokens|answer_tokens|overlong)", WIRE),
+    (r"eval\.(max_new_tokens|layers|rows|taught_steps)", WIRE),
+    (r"(encoder|adapter|loss|stages)\..*|data\.packed_tokens|eval\.curve.*", TRAINED),
+    (r"data\.validation_limit", (*WIRE, "dpo")),
+    (r"data\.held_out", ("dpo", "ttt")),
+    (r"(lora|dpo)\..*", ("dpo",)),
+    (r"ttt\..*", ("ttt",)),
+)

@@ -4,12 +4,13 @@ The type, range and choices of a single key are declared with it (`config_sectio
 value, the rule and, where the rule does not say it, the remedy.
 """
 
+import dataclasses
 import re
 from collections.abc import Mapping
 
-from lw_jax.core.config import REMATS, Config, split_prompt
+from lw_jax.core.config import REMATS, Config, flags, flatten, split_prompt, unread
 from lw_jax.core.config_keys import refuse, suggest
-from lw_jax.core.config_sections import BITS, FIELDS, MEANING, MODEL_AXIS, OWN_DATA, Message
+from lw_jax.core.config_sections import BITS, FIELDS, MEANING, MODEL_AXIS, OWN_DATA, PRETRAINED
 from lw_jax.core.errors import UserError
 from lw_jax.core.eval_rows import OF_CACHE, RATIOS
 
@@ -52,19 +53,23 @@ def validate(cfg: Config) -> None:
     """Refuses combinations of values that cannot work; `config.build` has refused single values."""
     _check_sources(cfg)
     _check_columns(cfg)
-    if cfg.recipe == "ttt":
-        _check_ttt(cfg)
-    elif cfg.recipe == "dpo":
-        _check_llms(cfg)
-        _check_dpo(cfg)
-    else:
-        _check_llms(cfg)
-        _check_wire(cfg)
+    _check_llms(cfg)
+    _check_unread(cfg)
+    {"latentwire": _check_wire, "dpo": _check_dpo, "ttt": _check_ttt}[cfg.recipe](cfg)
     if cfg.compute.remat not in ("auto", *REMATS[cfg.recipe]):
         rule = f"recipe {cfg.recipe!r} knows {', '.join(('auto', *REMATS[cfg.recipe]))}; in a decoder none equals dots."
         refuse("compute.remat", cfg.compute.remat, rule)
     _check_training(cfg)
     _check_mesh(cfg)
+
+
+def _check_unread(cfg: Config) -> None:
+    """Refuses values that would have no effect."""
+    values, defaults = flatten(dataclasses.asdict(cfg)), unread(cfg)
+    if changed := [path for path, default in defaults.items() if values[path] != default]:
+        kind = f"encoder.kind {cfg.encoder.kind!r}" if cfg.recipe == "latentwire" else f"recipe {cfg.recipe!r}"
+        remedy = " ".join(flags({path: defaults[path] for path in changed}))
+        refuse(changed[0], values[changed[0]], f"{kind} does not read it; leave the default: {remedy}")
 
 
 def _check_wire(cfg: Config) -> None:
@@ -77,8 +82,6 @@ def _check_wire(cfg: Config) -> None:
         )
         refuse("eval.rows", cfg.eval.rows, rule)
     _check_prompt(cfg)
-    if cfg.data.held_out:
-        refuse("data.held_out", cfg.data.held_out, "must be 0: recipe 'latentwire' validates on data.validation.")
     if cfg.data.question_tokens >= cfg.data.context_tokens:
         rule = f"must be below data.context_tokens = {cfg.data.context_tokens}: the question is part of the prompt."
         refuse("data.question_tokens", cfg.data.question_tokens, rule)
@@ -93,17 +96,6 @@ def _check_packing(cfg: Config) -> None:
     if 0 < packed < longest:
         rule = f"must be 0 or at least {longest}, for the longest question with its answer."
         refuse("data.packed_tokens", packed, rule)
-
-
-def _check_no_stages(cfg: Config) -> None:
-    stages = cfg.stages
-    for path, value, only in (
-        ("answer.rate", stages.answer.rate, 1),
-        ("align.share", stages.align.share, 0),
-        ("pretrain.share", stages.pretrain.share, 0),
-    ):
-        if value != only:
-            refuse(f"stages.{path}", value, f"must be {only}: recipe {cfg.recipe!r} has no stages.")
 
 
 def _check_stages(cfg: Config) -> None:
@@ -133,6 +125,10 @@ def _check_stages(cfg: Config) -> None:
 
 
 def _check_llms(cfg: Config) -> None:
+    if cfg.recipe == "ttt":
+        if cfg.llms:
+            refuse("llms", list(cfg.llms), "must be empty: recipe 'ttt' trains a model of its own (ttt.*).")
+        return
     if not cfg.llms:
         refuse("llms", {}, "must name a reader, as in configs/default.py: c.llms.llama = base.llm(SOURCE).")
     for name, llm in cfg.llms.items():
@@ -157,20 +153,12 @@ def _check_hash(path: str, value: str) -> None:
 
 def _check_encoder(cfg: Config) -> None:
     encoder = cfg.encoder
-    without = encoder.kind in ("bytes", "cache")
-    if not without and not encoder.source:
+    if encoder.kind in PRETRAINED and not encoder.source:
         refuse("encoder.source", "", f"must name a body for encoder.kind {encoder.kind!r}; kind 'bytes' needs none.")
-    if without and (encoder.source or encoder.sha256):
-        refuse("encoder.source", encoder.source or encoder.sha256, f"must be empty for encoder.kind {encoder.kind!r}.")
     _check_hash("encoder.sha256", encoder.sha256)
     if cfg.adapter.start == "aligned" and (encoder.kind != "lm" or encoder.pooling == "queries"):
         rule = "needs encoder.kind 'lm' (an embedding table) and encoder.pooling 'windows' or 'rare'; set 'random'."
         refuse("adapter.start", "aligned", rule)
-    for name in ("rank", "states"):
-        if (value := getattr(encoder, name)) and encoder.kind != "lm":
-            refuse(f"encoder.{name}", value, f"needs encoder.kind 'lm', a decoder (it is {encoder.kind!r}); set 0.")
-    if encoder.mask != "none" and encoder.kind != "lm":
-        refuse("encoder.mask", encoder.mask, f"needs encoder.kind 'lm', a decoder (it is {encoder.kind!r}).")
     if encoder.states and (encoder.pooling != "rare" or cfg.adapter.kind != "kv"):
         rule = "needs encoder.pooling 'rare' and adapter.kind 'kv'; set 0."
         refuse("encoder.states", encoder.states, rule)
@@ -186,36 +174,20 @@ def _check_cache(cfg: Config) -> None:
     if encoder.kind != "cache":
         if rows := [row for row in cfg.eval.rows if row in OF_CACHE]:
             refuse("eval.rows", cfg.eval.rows, f"must not name {', '.join(rows)}: they need encoder.kind 'cache'.")
-        if cfg.message != Message():
-            rule = f"needs encoder.kind 'cache' (it is {encoder.kind!r}); encoder.slots x width makes a message's size."
-            refuse("message.bytes", cfg.message.bytes, rule)
         return
     if not 1 <= encoder.ratio <= RATIOS:
         refuse("encoder.ratio", encoder.ratio, f"must be from 1 to {RATIOS} for encoder.kind 'cache'.")
-    if encoder.run:
-        refuse("encoder.run", encoder.run, "must be empty for encoder.kind 'cache': no encoder is trained.")
     if cfg.train.steps:
         _check_cache_training(cfg)
 
 
 def _check_cache_training(cfg: Config) -> None:
     stages, rule = cfg.stages, "for encoder.kind 'cache'"
-    if stages.align.share:
-        refuse("stages.align.share", stages.align.share, f"must be 0 {rule}: it has no adapter.")
     if stages.pretrain.share and stages.pretrain.reconstruct != 1:
         why = "a reader is asked to repeat a text, and cannot continue it behind other words"
         refuse("stages.pretrain.reconstruct", stages.pretrain.reconstruct, f"must be 1 {rule}: {why}.")
     if beyond := [ratio for ratio in stages.answer.ratios if ratio > RATIOS]:
         refuse("stages.answer.ratios", beyond[0], f"must be at most {RATIOS} {rule}.")
-    for path, value in (
-        ("stages.answer.slots", stages.answer.slots),
-        ("stages.answer.widths", stages.answer.widths),
-        ("stages.answer.bits", stages.answer.bits),
-        ("data.packed_tokens", cfg.data.packed_tokens),
-        ("loss.kl", cfg.loss.kl),
-    ):
-        if value:
-            refuse(path, value, f"must not be set {rule}: it is of trained latents.")
 
 
 def _check_prompt(cfg: Config) -> None:
@@ -265,7 +237,6 @@ def _check_held_out(cfg: Config) -> None:
 
 def _check_dpo(cfg: Config) -> None:
     dpo = cfg.dpo
-    _check_no_stages(cfg)
     if len(cfg.llms) != 1:
         refuse("llms", list(cfg.llms), "must be exactly one: preferences tune one model.")
     if not cfg.lora.targets:
@@ -277,8 +248,6 @@ def _check_dpo(cfg: Config) -> None:
     if dpo.label_smoothing and not set(SMOOTHED) & set(dpo.loss):
         rule = f"must be 0: only {' and '.join(SMOOTHED)} of dpo.loss know it."
         refuse("dpo.label_smoothing", dpo.label_smoothing, rule)
-    if cfg.prompt.system:
-        refuse("prompt.system", cfg.prompt.system, "must be empty: the rows hold the whole prompt.")
     _check_held_out(cfg)
     for path, source in _sources(cfg).items():
         if source in MADE:
@@ -290,9 +259,6 @@ def _check_dpo(cfg: Config) -> None:
 
 def _check_ttt(cfg: Config) -> None:
     spec = cfg.ttt
-    _check_no_stages(cfg)
-    if cfg.llms:
-        refuse("llms", list(cfg.llms), "must be empty: recipe 'ttt' trains a model of its own (ttt.*).")
     if spec.width % (2 * spec.heads):
         rule = f"must be a multiple of 2 x ttt.heads = {2 * spec.heads}: heads have an even size."
         refuse("ttt.width", spec.width, rule)
@@ -312,13 +278,10 @@ def _check_ttt(cfg: Config) -> None:
 
 
 def _check_text(cfg: Config) -> None:
-    spec, data = cfg.ttt, cfg.data
+    spec = cfg.ttt
     _check_held_out(cfg)
     if spec.tokenizer == "bytes" and spec.vocab not in (0, BYTES):
         refuse("ttt.vocab", spec.vocab, f"must be 0: the tokenizer 'bytes' has {BYTES} tokens.")
-    if data.validation_limit:
-        rule = "must be 0: a text has no examples to count; eval.examples limits its windows."
-        refuse("data.validation_limit", data.validation_limit, rule)
     for path, source in _sources(cfg).items():
         if source in MADE:
             refuse(path, source, "must be 'docstrings', a file or folder of text, or hub:NAME.")

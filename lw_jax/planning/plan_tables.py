@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lw_jax.core.config import flags
 from lw_jax.core.progress import duration
 from lw_jax.planning import estimate as estimates
 from lw_jax.planning.plans import Plan, StepCandidate, StepPlan
@@ -42,10 +43,10 @@ def report(plan: Plan, *, own: Mapping[str, Any] | None = None) -> str:
     ]
     if plan.chosen is None or not choice:
         return "\n".join([*lines, plan.why, *plan.describe_remedies()])
-    flags = plan.chosen.overrides()
-    lines += [*choice, f"as flags: {_flags(flags)}"]
-    if own and not own.items() <= flags.items():
-        lines.append(f"the configuration's file sets: {_flags(own)}; with these flags that alone is planned")
+    chosen = plan.chosen.overrides()
+    lines += [*choice, f"as flags: {' '.join(flags(chosen))}"]
+    if own and not own.items() <= chosen.items():
+        lines.append(f"the configuration's file sets: {' '.join(flags(own))}; with these flags that alone is planned")
     return "\n".join(lines)
 
 
@@ -79,10 +80,6 @@ def _idle(plan: StepPlan, best: StepCandidate) -> str:
         return idle
     nearest = " or ".join(map(str, Cut(batch, count, 1).full_batches))
     return f"{idle}: they would make no share smaller, train.global_batch={nearest} would use all"
-
-
-def _flags(values: Mapping[str, Any]) -> str:
-    return " ".join(f"--config.{path}={value}" for path, value in values.items())
 
 
 def candidates(options: Iterable[StepCandidate]) -> list[tuple[str, ...]]:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from lw_jax.core import config
 from lw_jax.core.config_sections import HYBRIDS, MODEL_AXIS, OWN_DATA
 from lw_jax.planning.roofline import Times
 from lw_jax.training.evaluation_memory import EvaluationMemory
@@ -116,7 +117,7 @@ class Plan:
         """Returns a line for each packing under which something fits, else one that says that nothing does."""
         lines = []
         for remedy in self.remedies:
-            flags = " ".join(f"--config.{path}={value}" for path, value in remedy.assignments.items())
+            flags = " ".join(config.flags(remedy.assignments))
             close = f"; close to it: {_peaks(remedy.close)}" if remedy.close else ""
             if remedy.fits:
                 lines.append(f"weights in {remedy.bits} fit, by arithmetic: {flags}: {_peaks(remedy.fits)}{close}")

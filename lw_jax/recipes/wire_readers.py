@@ -26,7 +26,7 @@ from sharding import shards
 class WireReaders(Recipe):
     """What recipes of wires have in common: the readers of a configuration on a placement."""
 
-    has_alarm = has_branches = True
+    has_branches = True
     wire: Wire
     layout: prompt_tokens.Layout
     curriculum: Curriculum

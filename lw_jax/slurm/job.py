@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.planning.plans import Plan
@@ -69,7 +70,7 @@ def make_job(
     python = "python" if site.setup else sys.executable  # setup lines activate an environment that has its own
     # All planned keys: the configuration file, which the job reads again, may set any of them.
     assignments = {**request.assignments, **plan.chosen.overrides()}
-    flags = (f"--config.{path}={value}" for path, value in assignments.items())
+    flags = config.flags(assignments)
     return Job(
         name=clean_name(workdir.name),
         command=(python, *request.program, "train", "--config", request.config, *flags, "--workdir", str(workdir)),

@@ -14,7 +14,7 @@ LONG_WARMUP = 0.5  # of a stage's steps
 
 
 def inspect(cfg: Config, recipe: Recipe | None) -> list[Finding]:
-    findings = [*_schedule(cfg), *_cadence(cfg), *_alarm(cfg, recipe)] if cfg.train.steps else []
+    findings = [*_schedule(cfg), *_cadence(cfg), *_alarm(cfg)] if cfg.train.steps else []
     if recipe is not None:
         findings += recipe.findings()
     return sorted(findings, key=lambda finding: finding.severity)
@@ -45,14 +45,9 @@ def save_interval(train: config.Train) -> int:
     return min(train.checkpoint_every, train.eval_every or train.steps, train.steps)
 
 
-def _alarm(cfg: Config, recipe: Recipe | None) -> list[Finding]:
+def _alarm(cfg: Config) -> list[Finding]:
     setting = f"train.alarm_step={cfg.train.alarm_step}"
-    if recipe is None:  # not made yet
-        return []
-    if not recipe.has_alarm:
-        lost = f"recipe {cfg.recipe!r} has no such alarm, it cannot fire; 0 says so"
-        return [Finding("warning", f"{setting}: {lost}")] if cfg.train.alarm_step else []
-    if alarm_step(cfg.train):
+    if cfg.recipe != "latentwire" or alarm_step(cfg.train):
         return []
     lost = f"it cannot fire: the run's {cfg.train.steps} steps are too few to judge" if cfg.train.alarm_step else "off"
     return [Finding("warning", f"{setting}: {lost}; a collapsed run is not stopped")]

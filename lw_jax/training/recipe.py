@@ -51,7 +51,6 @@ class Recipe:
 
     rates: Rates = ((".*", 1.0),)  # learning rate multipliers by path of the trainable tree
     decays_all = False  # weight decay reaches norms, biases, gains and embeddings too
-    has_alarm = False  # `collapse` judges its validations
     splits_computation = True  # over a model axis, as its readers' weights; False: estimates have a device do all of it
     has_branches = False  # the loss is `share` and a `branch` per reader, so that readers can be on other devices
     _abstract: Any  # `Weights`, cached properties of a recipe: the planner asks some hundred times

@@ -14,7 +14,8 @@ from tests.commands import PROJECT, QUESTION, TEXT, Done, start_several
 # One reader, three rows and no curve: each would be programs of its own.
 WIRE = {
     **{"encoder.kind": "bytes", "encoder.source": "", "encoder.width": 32, "encoder.slots": 8, "encoder.layers": 1},
-    **{"encoder.window": 128, "adapter.hidden": 64, "adapter.start": "random", "data.cards": 64, "data.facts": 1},
+    **{"encoder.window": 128, "encoder.rate": 0.3},
+    **{"adapter.hidden": 64, "adapter.start": "random", "data.cards": 64, "data.facts": 1},
     **{"data.train": "cards", "data.validation": "cards", "compute.dtype": "fp32", "optim.warmup_steps": 1},
     **{"train.steps": 2, "train.global_batch": 8, "train.log_every": 1},
     **{"eval.examples": 16, "eval.max_new_tokens": 4, "eval.curve": "none", "eval.rows": "text,latents,shuffled"},

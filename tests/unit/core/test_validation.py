@@ -1,3 +1,4 @@
+import re
 from typing import Any
 
 import pytest
@@ -6,6 +7,7 @@ from configs import base
 from lw_jax import recipes
 from lw_jax.core import config, validation
 from lw_jax.core.config_keys import check
+from lw_jax.core.config_sections import READ_BY
 from lw_jax.core.errors import UserError
 
 
@@ -60,6 +62,9 @@ BAD = [
     ("data.held_out", 0.1, {}),
     ("stages.answer.slots", (33,), {}),
     ("stages.answer.ratios", (4,), {"stages.answer.slots": (8,)}),
+    ("lora.rank", 8, {}),
+    ("encoder.texts", 100, {}),
+    *(("encoder.rank", 8, {"encoder.source": "", "encoder.kind": kind}) for kind in ("bytes", "cache")),
 ]  # fmt: skip
 
 
@@ -96,6 +101,24 @@ def test_every_declared_choice_and_default_agree() -> None:
     assert set(choices) == set(recipes.RECIPES)
 
 
+def test_one_refusal_has_the_flags_that_reset_all_keys_without_effect() -> None:
+    values = _values()
+    values.update_from_flattened_dict({"encoder.kind": "bytes", "encoder.states": 2, "stages.answer.bits": (8,)})
+    with pytest.raises(UserError, match="--config.encoder.source= --config.encoder.states=0$"):
+        validation.validate(config.build(values))
+    values.update_from_flattened_dict(config.unread(config.build(values)))
+    validation.validate(config.build(values))
+    assert values.stages.answer.bits == (8,)
+
+
+def test_every_row_of_who_reads_a_key_names_keys_recipes_and_kinds_that_exist() -> None:
+    entries = {entry.path: entry.key for entry in config.entries()}
+    known = {*entries["recipe"].choices, *entries["encoder.kind"].choices}
+    first = [next((regex for regex, _ in READ_BY if re.fullmatch(regex, path)), "") for path in entries]
+    assert {regex for regex, _ in READ_BY} == {*first} - {""}
+    assert all({*names} < known for _, names in READ_BY)
+
+
 def test_number_of_keys_stays_small() -> None:
     """161 in November 2026; a new key replaces one that nobody varies."""
     assert len(list(config.entries())) <= 121
@@ -121,6 +144,8 @@ BAD_TEXT = [
     ("data.train", "cards", {}),
     ("data.validation", "docstrings", {}),
     ("data.columns", ("context:body",), {"data.train": "a.jsonl"}),
+    ("train.alarm_step", 10, {}),
+    ("encoder.width", 100, {}),
 ]
 
 

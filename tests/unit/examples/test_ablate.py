@@ -5,7 +5,7 @@ import json
 import pytest
 
 from examples import ablate, methods, row_runs
-from lw_jax.core import config, config_file, validation
+from lw_jax.core import command_line, config, config_file, validation
 from tests.commands import PROJECT
 
 
@@ -14,7 +14,8 @@ from tests.commands import PROJECT
 def test_every_row_is_a_valid_configuration(rows, file):
     for changes in rows.values():
         values = config_file.load(file, root=PROJECT)
-        config_file.override(values, dict(change.split("=", 1) for change in changes))
+        words = config.flags(row_runs.complete(file, row_runs.assigned(*changes)))
+        config_file.override(values, command_line.take_assignments(words)[0])
         validation.validate(config.build(values))
 
 

@@ -55,7 +55,6 @@ LATE = {"train__steps": 700, "train__eval_every": 900}
         (SMOKE, {"train__alarm_step": 0}, "warning", "train.alarm_step"),
         (SMOKE, {"train__steps": 40}, "warning", "train.alarm_step"),
         (SMOKE, {"train__steps": 40, "train__alarm_step": 40}, "", "train.alarm_step"),
-        (TTT, {"train__alarm_step": 10}, "warning", "train.alarm_step"),
         (TTT, {}, "", "train.alarm_step"),
     ],
 )
