@@ -25,8 +25,6 @@ from lw_jax.training.wire_folder import DType, WireFolder
 from sharding import placement
 
 FLAGS = {"dpo": ("peft", "merged"), "ttt": ("model",), "latentwire": ("wire",)}  # by recipe
-_MODEL = ("config.json", "model.safetensors")
-_MODELS = {"peft": ("adapter_config.json",), "merged": _MODEL, "model": _MODEL}  # files of an earlier one, by flag
 MOST_BYTES = 8_000_000  # of a wire that is easily handed on
 MOST_CACHE_BYTES = 32_000_000  # the same of encoder.kind "cache", whose bases are wide
 Card = Callable[[WireFolder, Mapping[str, int]], str]  # of the wire and the bytes of its parts
@@ -40,8 +38,8 @@ def export(
     `dtype` and `card` are of a wire; None: bf16, of encoder.kind "cache" int8. Yields a line for each folder.
 
     Raises:
-        UserError: a flag that the recipe does not have, a folder that is not writable or holds something else, or no
-            checkpoint yet.
+        UserError: a flag that the recipe does not have, a folder that is not writable or not empty (an earlier wire is
+            replaced), or no checkpoint yet.
     """
     known = FLAGS[cfg.recipe]
     if unknown := sorted(folders.keys() - set(known)):
@@ -77,15 +75,13 @@ def export(
 
 
 def _check_target(flag: str, folder: Path, *, used: list[Path]) -> None:
-    """Refuses a folder that the run needs, or that holds something else than an earlier export."""
+    """Refuses a folder that the run needs, and any that is not empty: only an earlier wire is known as such."""
     if not folder.is_dir():
         return
     if any(path.exists() and path.samefile(folder) for path in used):
         raise UserError(f"{folder}: the run needs this folder and its files; name a new one for --{flag}")
-    files = _MODELS.get(flag, ())
-    earlier = all((folder / name).is_file() for name in files) if files else wire_folder.is_wire(folder)
-    if not earlier and any(folder.iterdir()):
-        raise UserError(f"{folder}: it holds no earlier export and is not empty; name a new folder for --{flag}")
+    if any(folder.iterdir()) and not (flag == "wire" and wire_folder.is_wire(folder)):
+        raise UserError(f"{folder}: it is not empty; name a new folder for --{flag}, or remove this one")
 
 
 def _export_wire(cfg: Config, workdir: Path, folder: Path, *, dtype: DType, card: Card) -> Iterator[str]:

@@ -42,11 +42,12 @@ def test_what_a_run_began_with_and_another_flag_s_folder_are_not_taken(root, tmp
         list(export.export(tuned, tmp_path / "run", {"peft": tmp_path / "out", "merged": tmp_path / "out"}))
 
 
-@pytest.mark.parametrize("files", [(), ("config.json", "model.safetensors", "tokenizer.json")])
-def test_an_empty_folder_and_an_earlier_export_are_taken(root, tmp_path, files):
+def test_an_empty_folder_is_taken_and_a_model_that_is_there_is_not_replaced(root, tmp_path):
     for folder in ("run", "model"):
         (tmp_path / folder).mkdir()
-    for name in files:
-        (tmp_path / "model" / name).write_text("of an earlier export")
     with pytest.raises(UserError, match="checkpoint"):
+        asked(root, tmp_path / "run", tmp_path / "model")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / "model" / name).write_text("of another model")
+    with pytest.raises(UserError, match="model: it is not empty"):
         asked(root, tmp_path / "run", tmp_path / "model")
