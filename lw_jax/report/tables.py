@@ -20,7 +20,6 @@ TITLES = {  # of rows in the examples
 }
 HEADLINE = ("latents", "shuffled", "random", "none")  # rows whose F1 a page says first
 EXAMPLES = 20
-LONGEST = 600  # characters of a question or an answer in the examples
 GEOMETRY = {
     "inputs": "texts",
     "effective_rank": "effective rank over texts, centred",
@@ -28,6 +27,10 @@ GEOMETRY = {
     "input_cosine": "mean cosine between texts, slot by slot",
     "slot_cosine": "mean cosine between slots of a text",
 }
+
+Prediction = Mapping[str, Any]  # a row of predictions.jsonl
+# A record, for the question, and by reader those of some rows; None for a row that was not measured.
+Example = tuple[Prediction, dict[str, list[Prediction | None]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,24 +49,6 @@ class Verdict:
 
     key: str  # of verdict.WORDS, or "none": nothing was evaluated
     text: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """A reader's answer."""
-
-    text: str
-    right: bool
-    f1: str  # empty where the answer is right, or has nothing of a reference
-
-
-@dataclasses.dataclass(frozen=True)
-class Shown:
-    """One example with every reader's answers in the order of `shown_rows`; None for a row that was not measured."""
-
-    question: str
-    references: str
-    readers: dict[str, list[Answer | None]]
 
 
 def verdicts(run: Run) -> list[Verdict]:
@@ -207,41 +192,25 @@ def sizes(curve: Curve) -> Table:
     )
 
 
-def shown_rows(predictions: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+def shown_rows(predictions: Iterable[Prediction]) -> tuple[str, ...]:
     """Returns the rows whose answers stand side by side: the text, the message and its control, as measured."""
     measured = {record["row"] for record in predictions}
     return "text_taught" if "text_taught" in measured else "text", "latents", "shuffled"
 
 
-def examples(predictions: Sequence[Mapping[str, Any]], rows: Sequence[str]) -> tuple[list[Shown], int]:
+def examples(predictions: Sequence[Prediction], rows: Sequence[str]) -> tuple[list[Example], int]:
     """Returns up to EXAMPLES examples spread evenly over the file, and the file's number of examples."""
-    grouped: dict[int, dict[tuple[str, str], Mapping[str, Any]]] = {}
+    grouped: dict[int, dict[str, dict[str, Prediction]]] = {}
     for record in predictions:
-        grouped.setdefault(record["index"], {})[record["reader"], record["row"]] = record
+        grouped.setdefault(record["index"], {}).setdefault(record["reader"], {})[record["row"]] = record
     groups = list(grouped.values())
     count = min(EXAMPLES, len(groups))
     return [_show(groups[i * len(groups) // count], rows) for i in range(count)], len(groups)
 
 
-def _show(records: Mapping[tuple[str, str], Mapping[str, Any]], rows: Sequence[str]) -> Shown:
-    first = next(iter(records.values()))
-    readers = dict.fromkeys(reader for reader, _ in records)
-    return Shown(
-        question=_cut(first["question"]),
-        references=_cut(" | ".join(first["answers"])),
-        readers={name: [_answer(records.get((name, row))) for row in rows] for name in readers},
-    )
-
-
-def _answer(record: Mapping[str, Any] | None) -> Answer | None:
-    if record is None:
-        return None
-    f1, right = to_number(record["f1"]), bool(record["em"])
-    return Answer(_cut(record["prediction"]), right, f"F1 {100 * f1:.0f} %" if f1 > 0 and not right else "")
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST else text[:LONGEST] + " …"
+def _show(readers: Mapping[str, Mapping[str, Prediction]], rows: Sequence[str]) -> Example:
+    any_record = next(record for records in readers.values() for record in records.values())
+    return any_record, {name: [records.get(row) for row in rows] for name, records in readers.items()}
 
 
 def number(value: float | None, scale: float = 1, digits: int | None = None) -> str:
