@@ -3,13 +3,13 @@
 import dataclasses
 import math
 import os
-import re
 import shlex
 import tomllib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from lw_jax.core import schema
 from lw_jax.core.config import Train
@@ -26,43 +26,30 @@ QUARTER = 15  # minutes
 SAVING_SECONDS = 120  # to write a checkpoint, beside the steps that are under way
 PORTABLE = "only portable options are used; docs/slurm.md shows how to set partition and account."
 
-_WORD = re.compile(r"[\w.,:@/&|*()\[\]+=!-]*", re.ASCII)
-_MODULE = re.compile(r"[\w./+:][\w./+:-]*", re.ASCII)
-_GPUS = re.compile(r"--(gres=gpu:|gpus-per-node=)([\w.-]+:)?\{count\}", re.ASCII)
+# What could leave its line of the script is refused.
+_Word = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.,:@/&|*()\[\]+=!-]*\Z")]
+_Gpus = Annotated[str, Meta(pattern=r"^--(gres=gpu:|gpus-per-node=)([A-Za-z0-9_.-]+:)?\{count\}\Z")]
+_Module = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_./+:][A-Za-z0-9_./+:-]*\Z")]
 
 
 class Site(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of one cluster; the fields are the keys of the TOML file, all optional.
+    """Settings of one cluster; the fields are the keys of the TOML file, all optional."""
 
-    Raises:
-      UserError: a value could inject lines into the script, or is out of range.
-    """
-
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    constraint: str = ""
-    gpus: str = "--gpus-per-node={count}"  # or "--gres=gpu:h100:{count}"
-    modules: tuple[str, ...] = ()
+    partition: _Word = ""
+    account: _Word = ""
+    qos: _Word = ""
+    constraint: _Word = ""
+    gpus: _Gpus = "--gpus-per-node={count}"  # or "--gres=gpu:h100:{count}"
+    modules: tuple[_Module, ...] = ()
     setup: tuple[str, ...] = ()  # shell lines run before training, as an environment's activation
-    max_hours: float = math.inf
-    cpus_per_gpu: int = 8
-    scratch: str = ""  # a folder shared by all nodes, for compiled programs
+    max_hours: Annotated[float, Meta(ge=0.5)] = math.inf
+    cpus_per_gpu: Annotated[int, Meta(ge=1, le=256)] = 8
+    # An absolute folder, shared by all nodes, for compiled programs.
+    scratch: Annotated[str, Meta(pattern=r"^(/[^$\x00-\x1f\x7f]*)?\Z")] = ""
 
     def __post_init__(self) -> None:
-        for key in ("partition", "account", "qos", "constraint"):
-            rule = "letters, digits and any of _.,:@/&|*()[]+=!- are allowed"
-            _require(_WORD.fullmatch(getattr(self, key)), key, getattr(self, key), rule)
-        rule = 'write --gpus-per-node={count} or --gres=gpu:{count}, with a type as in "--gres=gpu:h100:{count}"'
-        _require(_GPUS.fullmatch(self.gpus), "gpus", self.gpus, rule)
-        for module in self.modules:
-            _require(_MODULE.fullmatch(module), "modules", module, "a module's name is needed, as cuda/12.4")
-        for line in self.setup:
-            _require(_is_shell_line(line), "setup", line, "one whole shell line is needed, every quote closed")
-        _require(self.max_hours >= 0.5, "max_hours", self.max_hours, "at least 0.5 hours are needed")
-        _require(1 <= self.cpus_per_gpu <= 256, "cpus_per_gpu", self.cpus_per_gpu, "1 to 256 are allowed")
-        absolute = not self.scratch or (self.scratch.startswith("/") and self.scratch.isprintable())
-        _require(absolute and "$" not in self.scratch, "scratch", self.scratch, "an absolute path is needed")
+        if wrong := [line for line in self.setup if not _is_shell_line(line)]:
+            raise UserError(f"setup = {wrong[0]!r}: one whole shell line is needed, every quote closed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,11 +152,6 @@ def notice_seconds(step_seconds: float) -> int:
 def clock(minutes: int) -> str:
     days, remainder = divmod(minutes, 24 * 60)
     return f"{days}-{remainder // 60:02}:{remainder % 60:02}:00"
-
-
-def _require(holds: object, key: str, value: object, rule: str) -> None:
-    if not holds:
-        raise UserError(f"{key} = {value!r}: {rule}")
 
 
 def _is_shell_line(line: str) -> bool:
