@@ -19,7 +19,7 @@ from lw_jax import recipes
 from lw_jax.benchmarking import timing
 from lw_jax.benchmarking.rows import Benchmark, Call, Row
 from lw_jax.benchmarking.timing import Ceilings, Spread
-from lw_jax.core import runtime
+from lw_jax.core import runtime, tree
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Tree
@@ -188,10 +188,10 @@ class Measured(Benchmark):
         size = sum(file.stat().st_size for file in files)
         read = min(_seconds(lambda: _read(files))[0] for _ in range(2))  # the first may wait for the disk
         before = _host_bytes(peak=False)
-        seconds, tree = _seconds(
+        seconds, loaded = _seconds(
             lambda: jax.block_until_ready(frozen_models.load(location, self.cfg, llm, shardings, platform))
         )
-        resident_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) if jax.default_backend() == "cpu" else 0
+        resident_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded)) if jax.default_backend() == "cpu" else 0
         after = _host_bytes(peak=True)
         return Row(
             "load",
@@ -235,20 +235,12 @@ class Measured(Benchmark):
 
 def padded(batch: Tree) -> float:
     """Returns the share of a batch's positions that hold no token; 0 where nothing is ever padded."""
-    real = total = 0
-
-    def count(fields: Any) -> None:
-        nonlocal real, total
-        if not isinstance(fields, dict):
-            return
-        masks = [fields["mask"]] if "mask" in fields else []
-        masks += [np.asarray(fields["weights"]) > 0] if "targets" in fields else []
-        real, total = real + sum(int(mask.sum()) for mask in masks), total + sum(mask.size for mask in masks)
-        for field in fields.values():
-            count(field)
-
-    count(batch)
-    return 1 - real / total if total else 0.0
+    fields = tree.flatten_paths(batch)
+    masks = [leaf for path, leaf in fields.items() if path.split("/")[-1] == "mask"]
+    answers = [path.removesuffix("targets") for path in fields if path.split("/")[-1] == "targets"]
+    masks += [fields[f"{path}weights"] > 0 for path in answers]
+    total = sum(mask.size for mask in masks)
+    return 1 - sum(int(mask.sum()) for mask in masks) / total if total else 0.0
 
 
 def _seconds(call: Callable[[], Any]) -> tuple[float, Any]:

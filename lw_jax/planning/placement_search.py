@@ -45,7 +45,6 @@ class Trial(StepCandidate):
     # None where the devices do not form the meshes
     program: StepSpec | None = dataclasses.field(default=None, compare=False, repr=False)
     needs: StepMemory | None = None  # compiled or by arithmetic
-    guess: Estimate | None = None  # of the same micro-batch
     untimed: str = ""  # why its seconds are not known, where the card's peak rates are
 
     def candidate(self) -> StepCandidate:
@@ -205,8 +204,8 @@ def _measure(cfg: Config, placed: Placement, hardware: Hardware) -> Iterator[Tri
         drafts.append((candidate, program, _guess(program, hardware)))
     fitting: Trial | None = None
     for candidate, program, first in sorted(drafts, key=lambda draft: _rank(draft[2], room)):
-        best = fitting and fitting.guess and fitting.guess.times
-        if fitting and not (best and first.times and best.total > first.times.total):
+        best = fitting and fitting.estimate and fitting.estimate.step_seconds
+        if fitting and not (best and first.times and best > first.times.total):
             return
         try:
             needs = _needs(program, first, hardware)
@@ -214,9 +213,10 @@ def _measure(cfg: Config, placed: Placement, hardware: Hardware) -> Iterator[Tri
             yield dataclasses.replace(candidate, obstacle=f"too large for the compiler: {error}")
             continue
         guess = estimates.estimate(program, program.recipe.batch_widths(), needs.micro_batch, hardware.target)
-        measured = dataclasses.replace(candidate, needs=needs, guess=guess, **_sizes(program, needs, guess))
+        measured = dataclasses.replace(candidate, needs=needs, **_sizes(program, needs, guess))
         if needs.peak <= room.usable:
-            fitting = _time(measured, hardware, cfg.train.global_batch)
+            figures = _figures(program, needs, guess, hardware)
+            fitting = dataclasses.replace(measured, fits=True, **figures)
             yield fitting
             continue
         why = f"a micro-batch of {needs.micro_batch} needs {bytes_of(needs.peak)} of {bytes_of(room.usable)}"
@@ -270,21 +270,21 @@ def _sizes(program: StepSpec, needs: StepMemory, guess: Estimate) -> dict[str, A
     }
 
 
-def _time(candidate: Trial, hardware: Hardware, global_batch: int) -> Trial:
-    figures = dict(processes.from_first(lambda: _figures(candidate, hardware)))
+def _figures(program: StepSpec, needs: StepMemory, guess: Estimate, hardware: Hardware) -> dict[str, Any]:
+    """Returns the figures of a step that fits, by field of `Trial`: those that the first process reads."""
+    figures = dict(processes.from_first(lambda: _count(program, needs, guess, hardware)))
     if figures["seconds"]:
-        times = Times(**figures["seconds"])
-        figures |= {"seconds": times, "step_seconds": times.total, "samples_per_second": global_batch / times.total}
-    return dataclasses.replace(candidate, fits=True, **figures)
+        times = figures["seconds"] = Times(**figures["seconds"])
+        rate = program.cfg.train.global_batch / times.total
+        figures |= {"step_seconds": times.total, "samples_per_second": rate}
+    return figures
 
 
-def _figures(candidate: Trial, hardware: Hardware) -> dict[str, Any]:
-    """Returns the figures of a step by field of `Trial`: by arithmetic where its programs cannot be read.
+def _count(program: StepSpec, needs: StepMemory, guess: Estimate, hardware: Hardware) -> dict[str, Any]:
+    """Returns seconds, FLOPs and bytes of a step: by arithmetic where its programs cannot be read.
 
     Readers on separate meshes run concurrently, so the slowest counts; all other programs run one after the other.
     """
-    needs, guess, program = candidate.needs, candidate.guess, candidate.program
-    assert needs is not None and program is not None and guess is not None
     arithmetic = {"flops": guess.flops, "collective_bytes": guess.collective_bytes}
     if not needs.programs:
         return arithmetic | {"seconds": guess.times and dataclasses.asdict(guess.times)}

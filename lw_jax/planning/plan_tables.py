@@ -1,6 +1,5 @@
 """Tables of plans for people."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -51,9 +50,9 @@ def report(plan: Plan, *, own: Mapping[str, Any] | None = None) -> str:
 
 
 def _choice(plan: StepPlan, best: StepCandidate) -> list[str]:
-    hours = f", {_hours(plan.hours)} for {plan.steps} steps" if plan.hours is not None else ""
+    hours = f", {duration(plan.hours * 3600)} for {plan.steps} steps" if plan.hours is not None else ""
     if plan.validation_hours is not None:
-        hours += f" and about {_hours(plan.validation_hours)} of validation"
+        hours += f" and about {duration(plan.validation_hours * 3600)} of validation"
     elif hours:
         hours += ", without validations: data.validation_limit and eval.examples are 0, all held-out examples"
     if hours and plan.caching_key:
@@ -179,12 +178,8 @@ def _gb(size: float) -> str:
 
 
 def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _beside(text: str, guess: float | None, compiled: float | None) -> str:
     return f"{text} ({guess / compiled - 1:+.0%})" if guess and compiled and guess != compiled else text
-
-
-def _hours(hours: float) -> str:
-    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.0f} min"

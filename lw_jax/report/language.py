@@ -1,6 +1,5 @@
 """Panels and tables of a language model's run, from its log, last checkpoint and device samples."""
 
-import dataclasses
 import math
 import re
 import statistics
@@ -27,18 +26,7 @@ INNER = {
 POSITION = re.compile(r"validation/detail/position/([0-9]{1,9})-([0-9]{1,9})")
 
 
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """Mean loss over a range of positions in a window, counted from 1."""
-
-    first: int
-    last: int
-    loss: float  # nats a token
-
-    @property
-    def name(self) -> str:
-        """Returns "5-8", or "5" for a single position."""
-        return f"{self.first}-{self.last}" if self.last > self.first else str(self.first)
+Span = tuple[int, int, float]  # first and last position of a range in a window, from 1; mean loss, nats a token
 
 
 def describe(run: Run) -> str:
@@ -111,15 +99,19 @@ def positions(run: Run) -> tuple[int, list[Span]]:
     for row in reversed(run.metrics):
         matches = [(match, value) for name, value in row.items() if (match := POSITION.fullmatch(name))]
         if matches:
-            spans = [Span(int(match[1]), int(match[2]), to_number(value)) for match, value in matches]
-            return row["step"], sorted(spans, key=lambda span: span.first)
+            return row["step"], sorted((int(match[1]), int(match[2]), to_number(value)) for match, value in matches)
     return 0, []
 
 
 def by_position(spans: Sequence[Span]) -> Table:
     rows = [
-        (span.name, str(span.last - span.first + 1), number(span.loss, digits=3), perplexity(span.loss))
-        for span in spans
+        (
+            f"{first}-{last}" if last > first else str(first),
+            str(last - first + 1),
+            number(loss, digits=3),
+            perplexity(loss),
+        )
+        for first, last, loss in spans
     ]
     return Table(("positions", "count", "nats a token", "perplexity"), rows)
 

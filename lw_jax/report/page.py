@@ -78,10 +78,11 @@ def _curves(run: Run) -> dict[str, Any]:
 
 def _language(run: Run) -> dict[str, Any]:
     step, spans = language.positions(run)
-    drawn = figures.draw_positions([span.name for span in spans], [span.loss for span in spans]) if spans else None
-    memory = language.memory(run)
+    positions, memory = language.by_position(spans), language.memory(run)
+    names, losses = [row[0] for row in positions.rows], [loss for _, _, loss in spans]
+    drawn = figures.draw_positions(names, losses) if spans else None
     return {
-        "positions": language.by_position(spans),
+        "positions": positions,
         "position_step": f"{step:,}",
         "position_picture": _picture(drawn, "held-out perplexity by position in the window") if drawn else "",
         "tokens_a_step": language.tokens_a_step(run),

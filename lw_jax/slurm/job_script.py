@@ -24,8 +24,8 @@ RESTARTS = 10  # of a job; from this one on a killed task is a failure, not an a
 
 
 def script(job: Job, site: Site) -> str:
-    start = f"{shlex.join(step(job, site))} \\\n    {shlex.join(job.command)} || code=$?"
-    return "\n".join([*head(job, site), "code=0", start, *dead_task(job), *tail('"$SLURM_JOB_ID"')]) + "\n"
+    lines = [*head(job, site), "code=0", f"{start(job, site)} || code=$?"]
+    return "\n".join([*lines, *dead_task(job), *tail('"$SLURM_JOB_ID"')]) + "\n"
 
 
 def head(job: Job, site: Site, *, extra: Sequence[str] = (), log: str = "%x-%j") -> list[str]:
@@ -60,10 +60,11 @@ def head(job: Job, site: Site, *, extra: Sequence[str] = (), log: str = "%x-%j")
     ]
 
 
-def step(job: Job, site: Site) -> list[str]:
+def start(job: Job, site: Site) -> str:
     # The first task to save and exit must not kill the others while they save.
     several = ["--label", "--kill-on-bad-exit=0"] if job.nodes > 1 else []
-    return ["srun", f"--cpus-per-task={job.gpus * site.cpus_per_gpu}", *several]
+    words = ["srun", f"--cpus-per-task={job.gpus * site.cpus_per_gpu}", *several]
+    return f"{shlex.join(words)} \\\n        {shlex.join(job.command)}"
 
 
 def dead_task(job: Job) -> list[str]:
@@ -182,10 +183,6 @@ def list_script(jobs: Sequence[Job], whole: Job, site: Site, kind: str) -> str:
     return "\n".join([*head(whole, site, extra=extra, log=log), *body]) + "\n"
 
 
-def _start(job: Job, site: Site) -> str:
-    return f"{shlex.join(step(job, site))} \\\n        {shlex.join(job.command)}"
-
-
 def _describe(job: Job) -> str:
     return one_line(f"{job.origin}; {job.hours:.2f} h {job.basis}")
 
@@ -193,7 +190,7 @@ def _describe(job: Job) -> str:
 def _array(jobs: Sequence[Job], site: Site) -> list[str]:
     lines = ["code=0", 'case "$SLURM_ARRAY_TASK_ID" in']
     for number, job in enumerate(jobs):
-        lines += [f"{number})  # {_describe(job)}", f"    {_start(job, site)} || code=$? ;;"]
+        lines += [f"{number})  # {_describe(job)}", f"    {start(job, site)} || code=$? ;;"]
     again = '"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"'
     return [*lines, "esac", *dead_task(jobs[0]), *tail(again)]
 
@@ -208,7 +205,7 @@ def _sequence(jobs: Sequence[Job], site: Site) -> list[str]:
         lines += [
             f"# {_describe(job)}",
             f'if [ "$code" -ne {REQUEUE} ]; then',
-            f"    code=0; {_start(job, site)} || code=$?",
+            f"    code=0; {start(job, site)} || code=$?",
             *(f"    {line}" for line in dead_task(job)),
             '    if [ "$code" -eq 0 ]; then code=$last',
             f'    elif [ "$code" -ne {REQUEUE} ]; then last=$code failed="$failed {job.name}($code)"; fi',

@@ -1,7 +1,6 @@
 """Comparison of the job with other numbers of the same GPU."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from lw_jax.core.config import Config
@@ -27,21 +26,18 @@ def other_sizes(cfg: Config, plan: Plan) -> Sequence[Plan]:
     return [*compiled, *(make(cfg, target, estimate=True) for target in (*targets, *job_targets))]
 
 
-def compare(plans: Sequence[Plan], *, hours: float | None) -> list[str]:
+def compare(plans: Sequence[Plan], *, hours: float) -> list[str]:
     """Returns a table of sizes and prices, header first, without mixing compiled and estimated hours.
 
     Args:
         plans: the job's own first; several of one target where one is compiled and one is estimated.
-        hours: of the job, given or measured, instead of its plan's; scales the other sizes too.
+        hours: of the job, whatever its plan says; scales the other sizes too.
 
     Compiled and estimated hours differ by up to a half, so they never share a column: if a size is only estimated,
     every size has its estimate in separate columns.
     """
-    job_plan, factor = plans[0], 1.0
-    if hours and job_plan.hours and math.isfinite(job_plan.hours):
-        factor = hours / job_plan.hours
-    elif hours:
-        plans = [dataclasses.replace(job_plan, hours=hours), *plans[1:]]
+    predicted = plans[0].hours or hours
+    plans, factor = [dataclasses.replace(plans[0], hours=predicted), *plans[1:]], hours / predicted
     bases = [{plan.target: plan for plan in reversed(plans) if plan.compiled is basis} for basis in (True, False)]
     mixed = all(bases)
     columns = ["hours", "GPU-hours"] + (["est. hours", "est. GPU-hours"] if mixed else [])
