@@ -215,8 +215,7 @@ def _measure(cfg: Config, placed: Placement, hardware: Hardware) -> Iterator[Tri
         guess = estimates.estimate(program, program.recipe.batch_widths(), needs.micro_batch, hardware.target)
         measured = dataclasses.replace(candidate, needs=needs, **_sizes(program, needs, guess))
         if needs.peak <= room.usable:
-            figures = _figures(program, needs, guess, hardware)
-            fitting = dataclasses.replace(measured, fits=True, **figures)
+            fitting = _time(measured, program, needs, guess, hardware)
             yield fitting
             continue
         why = f"a micro-batch of {needs.micro_batch} needs {bytes_of(needs.peak)} of {bytes_of(room.usable)}"
@@ -270,18 +269,16 @@ def _sizes(program: StepSpec, needs: StepMemory, guess: Estimate) -> dict[str, A
     }
 
 
-def _figures(program: StepSpec, needs: StepMemory, guess: Estimate, hardware: Hardware) -> dict[str, Any]:
-    """Returns the figures of a step that fits, by field of `Trial`: those that the first process reads."""
-    figures = dict(processes.from_first(lambda: _count(program, needs, guess, hardware)))
+def _time(candidate: Trial, program: StepSpec, needs: StepMemory, guess: Estimate, hardware: Hardware) -> Trial:
+    figures = dict(processes.from_first(lambda: _figures(program, needs, guess, hardware)))
     if figures["seconds"]:
-        times = figures["seconds"] = Times(**figures["seconds"])
-        rate = program.cfg.train.global_batch / times.total
-        figures |= {"step_seconds": times.total, "samples_per_second": rate}
-    return figures
+        times, batch = Times(**figures["seconds"]), program.cfg.train.global_batch
+        figures |= {"seconds": times, "step_seconds": times.total, "samples_per_second": batch / times.total}
+    return dataclasses.replace(candidate, fits=True, **figures)
 
 
-def _count(program: StepSpec, needs: StepMemory, guess: Estimate, hardware: Hardware) -> dict[str, Any]:
-    """Returns seconds, FLOPs and bytes of a step: by arithmetic where its programs cannot be read.
+def _figures(program: StepSpec, needs: StepMemory, guess: Estimate, hardware: Hardware) -> dict[str, Any]:
+    """Returns the figures of a step by field of `Trial`: by arithmetic where its programs cannot be read.
 
     Readers on separate meshes run concurrently, so the slowest counts; all other programs run one after the other.
     """

@@ -116,16 +116,15 @@ def test_control_table_shows_what_was_measured(page: Reader) -> None:
     assert {"the text, brotli", "89", "76", "message of 5 x 7 x 2", "32", "27"} <= set(cells)
 
 
-def test_page_says_positions_and_the_f1_of_message_and_controls_first(tmp_path: Path) -> None:
+def test_verdict_says_positions_speed_and_the_f1_of_message_and_controls(tmp_path: Path) -> None:
     folder, told = write_run(tmp_path / "run"), evaluation()
     told["readers"]["llama"] |= {"faster": 2.5, "timed_tokens": 211}
     told["rows"]["llama"]["latents"] |= {"first_token_seconds": 0.0417, "positions": 6.0}
     write_evaluation(folder, told)
-    page = page_of(folder)
+    found = records.read(folder)
     for figure in ("6.0", "12.5", "2.50 times sooner", "211", "60.0 %"):
-        assert figure in page.text("li"), figure
-    order = [value for tag, key, value in page.attributes if tag == "h2" and key == "id"]
-    assert order[:3] == ["positions", "controls", "curves"] and "41.7" in page.text("td")
+        assert figure in tables.verdicts(found)[-1].text, figure
+    assert "41.7" in {row[0]: row[2] for row in tables.control(found.evaluation["rows"]["llama"]).rows}["latents"]
     told["readers"]["llama"] |= {"faster": 0.5, "fewer_positions": 0.8}
     write_evaluation(folder, told)
     slower = tables.verdicts(records.read(folder))[-1].text

@@ -77,11 +77,11 @@ def test_a_data_file_that_is_not_there_is_told_and_refused_where_the_job_is_queu
 
 
 def test_sizes_that_cannot_be_compared_cost_no_job(call, tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(size_comparison, "SIZES", {"single": 1})
-    call(PLAN, others=None, target="16xh100x8")  # more GPUs than the arithmetic places
+    monkeypatch.setattr(size_comparison, "SIZES", {"many": 16})  # more GPUs than the arithmetic places
+    call(PLAN, others=None)
     assert (tmp_path / "runs" / "mine" / "job.sbatch").is_file()
     told = capsys.readouterr().out
-    assert "other sizes are not compared: " in told and told.splitlines()[-1].startswith("16xh100x8")
+    assert "other sizes are not compared: " in told and told.splitlines()[-1].startswith("h100x4")
 
 
 def test_file_of_ours_is_written_anew_and_any_other_is_kept(call, tmp_path: Path) -> None:
