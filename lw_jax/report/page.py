@@ -41,12 +41,13 @@ def _head(run: Run) -> dict[str, Any]:
     sections = {id: title for id, title in SECTIONS.items() if run.cfg.recipe == "latentwire" or id in COMMON}
     if text:
         sections = {"curves": SECTIONS["curves"]} | language.SECTIONS | {"made": SECTIONS["made"]}
-    if run.cfg.encoder.kind == "cache":  # nothing is written of latents, nor of bytes below a message's own
-        sections = {id: title for id, title in sections.items() if id not in ("latents", "bytes")}
     step, steps = max((row["step"] for row in run.metrics), default=0), run.cfg.train.steps
+    if run.cfg.encoder.kind == "cache":  # nothing is written of latents, nor of bytes below a message's own
+        hidden = ("latents", "bytes") if steps else ("latents", "bytes", "curves")
+        sections = {id: title for id, title in sections.items() if id not in hidden}
     return {
         "name": run.workdir.resolve().name,
-        "progress": f"step {step:,} of {steps:,}",
+        "progress": f"step {step:,} of {steps:,}" if steps else "nothing is trained",
         "logged": f"{run.logged:%Y-%m-%d %H:%M} UTC" if run.logged and run.metrics else "",
         "model": language.describe(run) if text else ", ".join(run.cfg.llms),
         "checkpoint": run.evaluation.get("step"),

@@ -185,6 +185,17 @@ def test_what_is_missing_is_a_line_with_its_command(names, expected, tmp_path: P
         assert not {"svg", "figure", "th"} & set(page.tags), "nothing is drawn before the first step"
 
 
+def test_a_run_without_steps_has_no_curves_and_asks_for_no_training(tmp_path: Path) -> None:
+    cache = {"encoder__kind": "cache", "encoder__source": "", "encoder__ratio": 2, "encoder__width": 60}
+    folder = write_run(tmp_path / "run", train__steps=0, **cache)
+    (folder / "metrics.jsonl").unlink()
+    page = page_of(folder)
+    assert [value for at, name, value in page.attributes if (at, name) == ("h2", "id")] == [
+        *("positions", "controls", "examples", "made"),
+    ]
+    assert not page.faults and "training" not in page.text("p") and "step 0" not in page.text("p")
+
+
 def test_figures_that_are_no_numbers_are_counted_and_left_out(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     rows = metrics()
