@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import run
-from lw_jax.commands import slurm
+from lw_jax.commands import loading, parser
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.planning import planner
@@ -188,18 +188,13 @@ def test_every_job_of_a_list_takes_its_own_record(tmp_path, monkeypatch, capsys)
     plan = dataclasses.replace(PLAN, target="a100_80x1", devices=1, per_host=1, chosen=chosen)
     monkeypatch.setattr(planner, "make", lambda *_, **__: plan)
     one = HARDWARE | {"card": "a100_80", "devices": 1}
-    asked = {}
-    monkeypatch.setattr(slurm, "run", lambda _, *tasks: asked.update({task.workdir.name: task.cfg for task in tasks}))
     words = ["slurm", "--config", "configs/dpo/small.list", "--target", "a100_80x1", "--measured", "before"]
-    assert run.main(words) == 0
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(planner, "make", lambda *_, **__: plan)
-    for number, (name, cfg) in enumerate(asked.items()):
-        write(tmp_path / "before" / name, cfg, hardware=one, laps=(3.0 + number,))
+    tasks = loading.load(parser.parse(words), search=True)
+    for number, task in enumerate(tasks):
+        write(tmp_path / "before" / task.workdir.name, task.cfg, hardware=one, laps=(3.0 + number,))
     assert run.main(words) == 0
     text, out = (tmp_path / "runs/small/array.sbatch").read_text(), capsys.readouterr().out
-    for number, name in enumerate(asked):
+    for number, name in enumerate(task.workdir.name for task in tasks):
         assert f"measured in {tmp_path}/before/{name} on 1 x {KIND}: {3 + number} s/step" in text
         assert f"{name}: " in out
     (tmp_path / "before" / name / hardware_record.FILE).unlink()
