@@ -55,38 +55,23 @@ class Measured(Benchmark):
 
     def __init__(self, cfg: Config, placement: Placement, repeats: int):
         super().__init__(cfg, placement)
-        self.repeats = repeats
+        wire = isinstance(self.recipe, LatentWire)
+        # In the order in which they disturb each other least.
+        self.parts = [part for part in PARTS if (part != "load" or cfg.llms) and (wire or part not in FREE[1:])]
+        self.device, self.repeats = runtime.describe(), repeats
         self.needs: memory.StepMemory | None = None  # of the step as it was compiled here, once it was measured
 
     @functools.cached_property
     def ceilings(self) -> Ceilings:
         return timing.ceilings(workload.arithmetic(self.cfg, self.placement.platform))
 
-    @property
-    def device(self) -> str:
-        return runtime.describe()
-
-    @property
-    def parts(self) -> list[str]:
-        """Returns the parts that this recipe has, in the order in which they disturb each other least."""
-        wire = isinstance(self.recipe, LatentWire)
-        return [part for part in PARTS if (part != "load" or self.cfg.llms) and (wire or part not in FREE[1:])]
-
     def measure(self, part: str, *, asked: bool = True) -> list[Row]:
-        """Returns a part's rows; unless it was `asked` for, none of its files is fetched.
-
-        Raises UserError for a part that the recipe does not have.
-        """
-        if part not in self.parts:
-            have = ", ".join(self.parts)
-            raise UserError(f"--parts {part}: recipe {self.cfg.recipe!r} has {have}; name some of these.")
         if part in FREE or asked:
-            return getattr(self, part)()
+            return super().measure(part)
         try:
             if missing := self._missing(part):
-                reason = f"{missing} is not known to be on this machine; --parts {part} gets it"
-                return [Row(part, self.cfg.recipe, "", why_not=reason)]
-            return getattr(self, part)()
+                raise UserError(f"{missing} is not known to be on this machine; --parts {part} gets it")
+            return super().measure(part)
         except UserError as error:
             return [Row(part, self.cfg.recipe, "", why_not=str(error))]
 

@@ -43,27 +43,13 @@ class Predicted(Benchmark):
         placed = placements.place(best.strategy, sizes, data=best.data, model=best.model, devices=devices)
         room = memory_limit.of_devices(cfg, self.target.card.memory_bytes)
         super().__init__(generation_memory.resolve_layers(config.with_remat(cfg, best.remat), placed, room), placed)
+        self.device = f"{self.target.devices} x {self.target.card.model}, absent: NOTHING IS MEASURED"
+        self.parts = list(FREE if isinstance(self.recipe, LatentWire) else FREE[:1])
 
     @functools.cached_property
     def ceilings(self) -> Ceilings:
         dtype, card = workload.arithmetic(self.cfg, self.placement.platform), self.target.card
         return Ceilings(dtype, card.peak[roofline.ARITHMETIC[dtype]], card.bandwidth)
-
-    @property
-    def device(self) -> str:
-        return f"{self.target.devices} x {self.target.card.model}, absent: NOTHING IS MEASURED"
-
-    @property
-    def parts(self) -> list[str]:
-        return list(FREE if isinstance(self.recipe, LatentWire) else FREE[:1])
-
-    def measure(self, part: str, *, asked: bool = True) -> list[Row]:
-        """Returns a part's rows. Raises UserError for one that the recipe does not have, or that needs the machine."""
-        del asked  # none of them reads a file
-        if part not in self.parts:
-            rule = f"of an absent card recipe {self.cfg.recipe!r} has {', '.join(self.parts)}"
-            raise UserError(f"--parts {part}: {rule}; name some of these, or leave out --target.")
-        return getattr(self, part)()
 
     def step(self) -> list[Row]:
         best, work = self.best, workload.step_flops(self.cfg)

@@ -8,6 +8,7 @@ from typing import Any
 from lw_jax import recipes
 from lw_jax.benchmarking.timing import Ceilings, Spread
 from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
 from lw_jax.core.types import SHARED, Tree
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.models.wire import Prompt
@@ -45,9 +46,22 @@ class Row:
 class Benchmark:
     """Parts of a configuration whose rows are made alike, whether their costs are measured or predicted."""
 
+    parts: list[str]  # that the recipe has on these devices: names of methods
+    device: str  # the devices in words
+
     def __init__(self, cfg: Config, placement: Placement):
         self.cfg, self.placement = cfg, placement
         self.recipe: Any = recipes.make(cfg, placement, outline=True)
+
+    def measure(self, part: str, *, asked: bool = True) -> list[Row]:
+        """Returns a part's rows; unless it was `asked` for, none of its files is fetched.
+
+        Raises UserError for a part that is not among `parts`.
+        """
+        if part not in self.parts:
+            have = f"recipe {self.cfg.recipe!r} has {', '.join(self.parts)} on {self.device}"
+            raise UserError(f"--parts {part}: {have}; name some of these.")
+        return getattr(self, part)()
 
     @functools.cached_property
     def ceilings(self) -> Ceilings:
