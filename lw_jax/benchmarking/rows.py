@@ -1,7 +1,6 @@
 """Rows of a benchmark, measured or predicted, and their table."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,6 +47,7 @@ class Benchmark:
 
     parts: list[str]  # that the recipe has on these devices: names of methods
     device: str  # the devices in words
+    ceilings: Ceilings  # denominators of shares
 
     def __init__(self, cfg: Config, placement: Placement):
         self.cfg, self.placement = cfg, placement
@@ -62,10 +62,6 @@ class Benchmark:
             have = f"recipe {self.cfg.recipe!r} has {', '.join(self.parts)} on {self.device}"
             raise UserError(f"--parts {part}: {have}; name some of these.")
         return getattr(self, part)()
-
-    @functools.cached_property
-    def ceilings(self) -> Ceilings:
-        raise NotImplementedError
 
     def costs(self, weights: Tree, calls: Sequence[Call]) -> list[dict[str, Any]]:
         """Returns what each call costs, by field of `Row`; all read the same weights, which are shapes."""
