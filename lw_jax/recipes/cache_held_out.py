@@ -100,7 +100,6 @@ class HeldOut:
             text_logits = functions.answer_logits(params, prompt, answer, name)
             mask = host["readers"][name]["own"]["mask"]
             self._batches.append(_Batch(reading, fields, text_logits, mask, host["valid"]))
-        self._solved: dict[tuple[int, bool], list[tuple[np.ndarray, np.ndarray]]] = {}  # by ratio, and fitted or not
         self.tokens = sum(int(batch.lengths[batch.valid].sum()) for batch in self._batches)
 
     @property
@@ -111,43 +110,44 @@ class HeldOut:
     def __len__(self) -> int:
         return sum(int(batch.valid.sum()) for batch in self._batches)
 
-    def find_rate(self, ratio: int, limit: float, step: float, *, fitted: bool) -> Statistics:
-        """Returns the step at which messages have `limit` bytes a token, and its statistics; `step`: a first guess."""
-        fitted, solved_by_step = fitted and ratio > 1, {}
+    def find_rate(self, ratio: int, limit: float, step: float, *, fitted: bool) -> tuple[Statistics, list[Sent]]:
+        """Returns the step at which messages have `limit` bytes a token, its statistics, and each batch's messages.
+
+        `step`: a first guess.
+        """
+        by_step: dict[np.float32, list[Sent]] = {}  # without biases
 
         def write(step: float) -> tuple[np.ndarray, Callable[[], list[Section]]]:
-            solved = [self._solve(batch, ratio, step, fitted) for batch in self._batches]
-            solved_by_step[np.float32(step)] = solved
+            by_step[np.float32(step)] = sent = [self._solve(batch, ratio, step, fitted) for batch in self._batches]
             rows = [
                 row[:length]
-                for (numbers, _), batch in zip(solved, self._batches, strict=True)
-                for row, length in zip(numbers[batch.valid], batch.lengths[batch.valid], strict=True)
+                for one, batch in zip(sent, self._batches, strict=True)
+                for row, length in zip(one.numbers[batch.valid], batch.lengths[batch.valid], strict=True)
             ]
-            return np.concatenate(rows), lambda: self._sections(solved, ratio, step, fitted)
+            return np.concatenate(rows), lambda: self._sections(ratio, complete(sent))
+
+        def complete(sent: list[Sent]) -> list[Sent]:
+            return list(map(self._fit_biases, self._batches, sent)) if fitted else sent
 
         variance, tables = (np.asarray(self.code[name]) for name in ("variance", "tables"))
         found = find_rate(write, tables, limit, step, variance)
-        self._solved[ratio, fitted] = solved_by_step[np.float32(found.step)]
-        return found
+        return found, complete(by_step[np.float32(found.step)])
 
-    def answers(self, ratio: int, step: float, *, fitted: bool, shuffled: bool = False) -> Answers:
-        """Returns what answers are given from messages; `shuffled`: each from another text's of its batch.
+    def answers(self, sent: Sequence[Sent], *, shuffled: bool = False) -> Answers:
+        """Returns what answers are given from each batch's messages; `shuffled`: each from another text's of its batch.
 
-        `find_rate` found the step: the numbers are those of its trial. Shuffled, a batch of one text is left out.
+        Shuffled, a batch of one text is left out.
         """
-        fitted = fitted and ratio > 1
 
         def prompts() -> Iterator[tuple[_Batch, Prompt]]:
-            for batch, solved in zip(self._batches, self._solved[ratio, fitted], strict=True):
-                if shuffled and not batch.has_others:
-                    continue
-                sent = self._send(batch, *solved, step, fitted)
+            for batch, one in zip(self._batches, sent, strict=True):
                 if shuffled:
-                    numbers, kept, bias, steps, mask = sent
+                    if not batch.has_others:
+                        continue
                     rows = batch.others()
-                    sent = Sent(numbers[rows], kept[:, rows], bias[:, rows], steps, mask[rows])
+                    one = Sent(one.numbers[rows], one.kept[:, rows], one.bias[:, rows], one.step, one.mask[rows])
                 fields = self.params, self.code, batch.fields
-                yield batch, self.functions.prompt_from_cache(*fields, sent, self.name)
+                yield batch, self.functions.prompt_from_cache(*fields, one, self.name)
 
         return self._compare(prompts())
 
@@ -165,35 +165,29 @@ class HeldOut:
             per_batch.append([np.asarray(scores[key], np.float64)[batch.valid] for key in Answers._fields])
         return Answers(*map(np.concatenate, zip(*per_batch, strict=True)))
 
-    def _solve(self, batch: _Batch, ratio: int, step: float, fitted: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the numbers i32[b t w] of a batch of texts, and which keys are kept."""
+    def _solve(self, batch: _Batch, ratio: int, step: float, fitted: bool) -> Sent:
+        """Returns what is sent of a batch of texts, without biases."""
         count = cache_functions.count_kept(self.code, np.where(batch.valid, batch.lengths, 0), ratio)
-        steps = np.full(len(count[0]), step, np.float32)
+        steps = np.full(len(batch.mask), step, np.float32)
         wanted = self.functions.want(batch.reading, count, self.name, self._sizes(batch) if fitted else None)
-        return np.asarray(self.functions.solve(self.code, wanted, steps, self.name)), np.asarray(wanted.kept)
+        numbers, kept = self.functions.solve(self.code, wanted, steps, self.name), np.asarray(wanted.kept)
+        return Sent(np.asarray(numbers), kept, np.zeros(kept.shape, np.float32), steps, batch.mask)
 
-    def _send(self, batch: _Batch, numbers: np.ndarray, kept: np.ndarray, step: float, fitted: bool) -> Sent:
-        """Returns what is sent of a batch of texts."""
-        bias, steps = np.zeros(kept.shape, np.float32), np.full(len(numbers), step, np.float32)
-        if fitted:
-            given = self.code, batch.reading, kept, numbers, steps
-            bias = self.functions.fit_biases(*given, self.name, self._sizes(batch))
-        return Sent(numbers, kept, np.asarray(bias), steps, batch.mask)
+    def _fit_biases(self, batch: _Batch, sent: Sent) -> Sent:
+        given = self.code, batch.reading, sent.kept, sent.numbers, sent.step
+        return sent._replace(bias=np.asarray(self.functions.fit_biases(*given, self.name, self._sizes(batch))))
 
     def _sizes(self, batch: _Batch) -> Sizes:
         """Returns the same for all ratios, so that these share their programs."""
         return kv_prefix.all_keys(self.functions.wire.readers[self.name].config, batch.mask.shape[1])
 
-    def _sections(
-        self, solved: list[tuple[np.ndarray, np.ndarray]], ratio: int, step: float, fitted: bool
-    ) -> list[Section]:
+    def _sections(self, ratio: int, sent: Sequence[Sent]) -> list[Section]:
         """Returns what is sent of each text."""
-        sections = []
-        for batch, (numbers, kept) in zip(self._batches, solved, strict=True):
-            sent = {ratio: self._send(batch, numbers, kept, step, fitted)}
-            rows = np.flatnonzero(batch.valid).tolist()
-            sections += [cache_message.to_section(sent, row) for row in rows]
-        return sections
+        return [
+            cache_message.to_section({ratio: one}, row)
+            for batch, one in zip(self._batches, sent, strict=True)
+            for row in np.flatnonzero(batch.valid).tolist()
+        ]
 
 
 def find_rate(

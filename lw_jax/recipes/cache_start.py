@@ -27,6 +27,7 @@ from lw_jax.evals import cache_rows
 from lw_jax.models import cache_choice, cache_code, cache_message
 from lw_jax.models.cache_code import Code
 from lw_jax.models.cache_codec import Statistics
+from lw_jax.models.cache_message import Sent
 from lw_jax.recipes.cache_held_out import Answers, HeldOut, guess_step
 from lw_jax.training import wire_tensors
 from sharding import place
@@ -226,10 +227,10 @@ def _settle(texts: HeldOut, limit: float, run_ratio: int) -> dict[str, jax.Array
     print(f"{texts.name}: steps for {limit} bytes a token, found on {texts.tokens:,} held-out tokens", flush=True)
     step, chosen, fits = guess_step(np.asarray(texts.code["variance"]), 8 * limit), {}, True
     for ratio in sorted({run_ratio, *RATES}, reverse=True):
-        ways: dict[bool, tuple[Answers, Statistics]] = {}
+        ways: dict[bool, tuple[Answers, Statistics, list[Sent]]] = {}
         for fitted in (False, True) if fits and ratio > 1 else (False,):
-            rate = texts.find_rate(ratio, limit, step, fitted=fitted)
-            ways[fitted], step = (texts.answers(ratio, rate.step, fitted=fitted), rate), rate.step
+            rate, sent = texts.find_rate(ratio, limit, step, fitted=fitted)
+            ways[fitted], step = (texts.answers(sent), rate, sent), rate.step
         if fits := True in ways:
             exact, answers = ways[False][0], ways[True][0]
             fits = answers.divergence < exact.divergence if ratio >= FEW else answers.is_surely_nearer(exact)
@@ -237,19 +238,18 @@ def _settle(texts: HeldOut, limit: float, run_ratio: int) -> dict[str, jax.Array
         words = (
             f"{'values and biases fitted' if way else 'exact values'} {answers.nats:.3f} nats, "
             f"{answers.divergence:.3f} from the text's"
-            for way, (answers, _) in ways.items()
+            for way, (answers, *_) in ways.items()
         )
         taken = f"{'fitted' if fits else 'exact'} ones are taken, step {ways[fits][1].step:.3g}"
         print(f"{texts.name}: one of {ratio} positions: {'; '.join(words)}; {taken}", flush=True)
-    fits, _, rate = chosen[run_ratio]
     shown = {row: chosen[ratio][1] for ratio, row in RATES.items()}
     if texts.has_others:
-        shown["another text's"] = texts.answers(run_ratio, rate.step, fitted=fits, shuffled=True)
+        shown["another text's"] = texts.answers(chosen[run_ratio][-1], shuffled=True)
     shown |= {row: texts.answers_of_prompt(row) for row in ("none", "text")}
     rows = ", ".join(f"{row} {answers.nats:.3f}" for row, answers in shown.items())
     print(f"{texts.name}: nats a token of the answers to {len(texts)} held-out texts: {rows}", flush=True)
     # Of each ratio its own, or the next smaller one's.
     choices = [chosen[max(known for known in chosen if known <= ratio)] for ratio in range(1, RATIOS + 1)]
-    rates = {key: np.stack([getattr(rate, key) for *_, rate in choices]) for key in ("step", "zero", "decay")}
+    rates = {key: np.stack([getattr(rate, key) for _, _, rate, _ in choices]) for key in ("step", "zero", "decay")}
     rates["fitted"] = np.array([fits for fits, *_ in choices])
     return {key: jnp.asarray(value, jnp.float32) for key, value in rates.items()}

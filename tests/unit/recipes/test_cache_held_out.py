@@ -107,10 +107,10 @@ class Settled:
     def find_rate(self, ratio, limit, step, *, fitted):
         self.tried.append((ratio, fitted))
         numbers = np.full(WIDTH, ratio)
-        return cache_codec.Statistics(ratio + 0.5 * fitted, numbers, numbers)
+        return cache_codec.Statistics(ratio + 0.5 * fitted, numbers, numbers), (ratio, fitted)
 
-    def answers(self, ratio, step, *, fitted, shuffled=False):
-        assert step == ratio + 0.5 * fitted, "the step of the same messages"
+    def answers(self, sent, *, shuffled=False):
+        ratio, fitted = sent
         less = self.served.get(ratio, np.zeros(4)) if fitted else np.zeros(4)
         return cache_held_out.Answers(np.full(4, 5.0), 5.0 - less, np.full(4, 2.0))
 
