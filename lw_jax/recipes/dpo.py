@@ -7,25 +7,28 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lw_jax.core import precision
 from lw_jax.core import rng as rngs
+from lw_jax.core.compiling import jitted
 from lw_jax.core.config import Config
 from lw_jax.core.types import LossTerms, Tree
 from lw_jax.data import pairs, preferences, row_sources
+from lw_jax.data.batches import Batch
 from lw_jax.data.data_schedule import DataSchedule, Phase, digest_of
+from lw_jax.data.frozen_cache import CachedRows, Store, key_of
 from lw_jax.data.pairs import Preference
-from lw_jax.data.preferences import Preferences
+from lw_jax.data.preferences import Pair, Preferences
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
-from lw_jax.hub import weights
+from lw_jax.hub import sources, weights
 from lw_jax.losses import chunked, preference
 from lw_jax.losses.preference import LogProbs
 from lw_jax.models import decoder, lora
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.recipes import frozen_models
-from lw_jax.recipes.frozen_outputs import Reference
 from lw_jax.training.recipe import Finding, Recipe, Weights
-from sharding import rules, shards, tables
+from sharding import place, rules, shards, tables
 from sharding.placement import Placement
 
 LOWEST_RATE = 5e-6  # below it a learning rate suits full tuning; TRL's documentation names 1e-5 for LoRA
@@ -84,10 +87,10 @@ class DPO(Recipe):
         """Streams the model's weights into their shards; fills a cached reference."""
         placed = self.shardings().frozen[self.name]
         params = frozen_models.load(self.location, self.cfg, self.llm, placed, self.placement.platform)
-        if self._reference is not None:
-            count = sum(self._reference.fill(data, params) for data in (*self._train, *self._held_out))
+        if self._store is not None:
+            count = sum(self._fill(self._store, data, params) for data in (*self._train, *self._held_out))
             if count:
-                where = self._reference.store.folder
+                where = self._store.folder
                 print(f"reference: {count:,} pairs scored by the frozen model; cached in {where}", flush=True)
         return {self.name: params}
 
@@ -126,10 +129,15 @@ class DPO(Recipe):
         )
         # A bucket must hold a batch.
         parts = preferences.part(whole, max(1, min(buckets, len(whole) // self.cfg.train.global_batch)))
-        return [self._reference.attach(part) for part in parts] if self._reference else parts
+        if self._store is None:
+            return parts
+        return [
+            dataclasses.replace(part, reference=CachedRows(self._store, list(map(_key, part.pairs)))) for part in parts
+        ]
 
     @functools.cached_property
-    def _reference(self) -> Reference | None:
+    def _store(self) -> Store | None:
+        """Returns the cache of the frozen model's log-probabilities, where dpo.reference has one."""
         if self.cfg.dpo.reference != "cached" or self.outline:
             return None
         identity = {
@@ -138,11 +146,20 @@ class DPO(Recipe):
             "arithmetic": list(precision.of(self.cfg.compute.dtype, self.placement.platform)),
             "tokenizer": self.tokenizer.fingerprint,
         }
+        return Store(sources.cache_root() / "reference", identity, rows={"reference": ((2,), np.float32)})
 
-        def score(params: Tree, fields: Tree) -> jax.Array:
-            return self._score(params, params, fields)[0]
+    def _fill(self, store: Store, data: Preferences, params: Tree) -> int:
+        """Computes what the cache lacks of these pairs with the frozen model; returns how many."""
+        assert data.reference is not None, "of `_encode`"
+        pairs, mesh = dataclasses.replace(data, reference=None), self.placement.readers[self.name].mesh
 
-        return Reference(self.cfg, self.placement, self.name, score, identity)
+        def read(positions: list[int]) -> Batch:
+            fields = pairs.collate(positions)["readers"][self.name]
+            return {"reference": jax.device_get(self._reference(params, place.put_eval(fields, mesh)))}
+
+        size = place.round_up(self.cfg.eval.batch, self.placement.data)
+        what = "the reference model's log-probabilities"
+        return store.fill(data.reference.keys, read, batch=size, what=what)
 
     # --- loss
 
@@ -168,6 +185,11 @@ class DPO(Recipe):
             counts = tokens[:, number] * counted
             terms[f"logits/{name}"] = (jnp.sum(mean_logits[:, number] * counted), jnp.sum(counts))
         return LossTerms(jnp.sum(each * counted), total, terms)
+
+    @jitted()
+    def _reference(self, params: Tree, fields: Tree) -> jax.Array:
+        """Returns the frozen model's log-probabilities f32[b 2] of the answers."""
+        return self._score(params, params, fields)[0]
 
     def _score(self, policy: Tree, params: Tree, fields: Tree) -> tuple[jax.Array, jax.Array]:
         """Returns each answer's summed log-probability and summed mean logits, both [b 2]."""
@@ -235,8 +257,8 @@ class DPO(Recipe):
         if self.outline:
             location = frozen_models.cached(self.cfg, self.llm.source)
             data = [name for name in (self.cfg.data.train, self.cfg.data.validation) if name]
-            sources = (source for name in data for source in row_sources.split_sources(name))
-            if location is None or not all(map(row_sources.is_here, sources)):
+            named = (source for name in data for source in row_sources.split_sources(name))
+            if location is None or not all(map(row_sources.is_here, named)):
                 missing = f"{' or '.join(data)} or the tokenizer is not on this machine"
                 return [*findings, Finding("warning", f"rows not checked: {missing}")]
             self.location = location
@@ -269,6 +291,12 @@ class DPO(Recipe):
             overlap = f"{shared:,} of {len(held_out):,} held-out pairs have a prompt that is also trained on"
             findings.append(Finding("warning", f"{overlap}: their scores measure memory; divide the data by prompt"))
         return findings
+
+
+def _key(pair: Pair) -> bytes:
+    rows = [(len(pair.prompt), np.concatenate([pair.prompt, reply])) for reply in (pair.chosen, pair.rejected)]
+    flags = [np.arange(len(ids)) >= start for start, ids in rows]
+    return key_of(np.concatenate([ids for _, ids in rows]), np.concatenate(flags))
 
 
 def _answer_keys(rng: jax.Array, index: jax.Array) -> jax.Array:

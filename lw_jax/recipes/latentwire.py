@@ -22,8 +22,8 @@ from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.recipes import frozen_models, join, kv_start, states_start, wire_shapes
 from lw_jax.recipes.curriculum import Curriculum, encoder_rates, longest_passage
-from lw_jax.recipes.frozen_outputs import Teacher
 from lw_jax.recipes.surprisal import Surprisal
+from lw_jax.recipes.teacher import Teacher
 from lw_jax.recipes.wire_readers import WireReaders
 from lw_jax.training import step_costs
 from lw_jax.training.optimizers import Rates

@@ -63,7 +63,7 @@ def test_kl_is_that_of_teacher_from_student(case):
 
 
 def top(teacher, count):
-    """A teacher's likeliest tokens, as `recipes.frozen_outputs` keeps them."""
+    """A teacher's likeliest tokens, as `recipes.teacher` keeps them."""
     logp = log_softmax(teacher)
     ids = np.argsort(-logp, axis=2)[:, :, :count]
     kept = jnp.asarray(np.take_along_axis(logp, ids, axis=2), jnp.float32)

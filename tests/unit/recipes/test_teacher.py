@@ -1,4 +1,4 @@
-"""lw_jax/recipes/frozen_outputs.py: a teacher's likeliest tokens are computed once, and are the live teacher's."""
+"""lw_jax/recipes/teacher.py: a teacher's likeliest tokens are computed once, and are the live teacher's."""
 
 import jax
 import jax.numpy as jnp

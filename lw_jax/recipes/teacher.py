@@ -1,8 +1,8 @@
-"""On-disk caches of what frozen models give examples: a teacher's likeliest tokens, a reference's log-probabilities."""
+"""A teacher's likeliest tokens: computed once, then read from a cache on disk."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from lw_jax.core.config import Config
 from lw_jax.core.types import Tree
 from lw_jax.data.batches import Batch, Encoded
 from lw_jax.data.frozen_cache import CachedRows, Store, key_of
-from lw_jax.data.preferences import Pair, Preferences
 from lw_jax.hub import sources
 from lw_jax.models import wire
 from sharding import place
@@ -85,47 +84,3 @@ class Teacher:
         logits = self.wire.answer_logits(params, name, text, fields)
         values, ids = jax.lax.top_k(jax.nn.log_softmax(logits.astype(jnp.float32), axis=2), self._count(name))
         return ids, values
-
-
-class Reference:
-    """Computes the log-probabilities of missing pairs and serves them to data sets."""
-
-    def __init__(
-        self,
-        cfg: Config,
-        placement: Placement,
-        name: str,
-        score: Callable[[Tree, Tree], jax.Array],
-        identity: dict[str, str],
-    ):
-        """Opens the cache of one model, `name` among the readers.
-
-        `score`: (parameters, fields) -> f32[b 2], of the chosen and the rejected answer. `identity`: fingerprints of
-        the model's weights and tokenizer, its storage and arithmetic.
-        """
-        self.cfg, self.placement, self.name = cfg, placement, name
-        self.store = Store(sources.cache_root() / "reference", identity, rows={"reference": ((2,), np.float32)})
-        self._score = jax.jit(score)
-
-    def attach(self, data: Preferences) -> Preferences:
-        """Returns the pairs with the model's log-probabilities, "reference" f32[b 2], available behind `fill`."""
-        return dataclasses.replace(data, reference=CachedRows(self.store, [_key(pair) for pair in data.pairs]))
-
-    def fill(self, data: Preferences, params: Tree) -> int:
-        """Computes what the cache lacks of attached pairs with the frozen model; returns how many."""
-        assert data.reference is not None, "of `attach`"
-        pairs, mesh = dataclasses.replace(data, reference=None), self.placement.readers[self.name].mesh
-
-        def read(positions: list[int]) -> Batch:
-            fields = pairs.collate(positions)["readers"][self.name]
-            return {"reference": jax.device_get(self._score(params, place.put_eval(fields, mesh)))}
-
-        size = place.round_up(self.cfg.eval.batch, self.placement.data)
-        what = "the reference model's log-probabilities"
-        return self.store.fill(data.reference.keys, read, batch=size, what=what)
-
-
-def _key(pair: Pair) -> bytes:
-    rows = [(len(pair.prompt), np.concatenate([pair.prompt, reply])) for reply in (pair.chosen, pair.rejected)]
-    flags = [np.arange(len(ids)) >= start for start, ids in rows]
-    return key_of(np.concatenate([ids for _, ids in rows]), np.concatenate(flags))
