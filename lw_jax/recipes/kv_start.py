@@ -9,7 +9,7 @@ on no placement: sums run over all texts, and one of `HELD_OUT` is held out by i
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ from lw_jax.models.modules import Pure
 from lw_jax.models.wire import Reader, Wire
 from sharding import place
 from sharding.placement import Placement
+
+if TYPE_CHECKING:
+    from lw_jax.recipes.latentwire import LatentWire
 
 TEXTS = 512  # read at most
 SAMPLES = 64  # of the encoder's tokens for each value of a latent, at most
@@ -55,28 +58,20 @@ class Fit:
     explained: np.ndarray  # [l 2], share of the variance
 
 
-def start(
-    wire: Wire,
-    placement: Placement,
-    layout: prompt_tokens.Layout,
-    texts: Sequence[str],
-    weights: tuple[Tree, Tree],
-    *,
-    aligned: bool,
-) -> dict[str, Tree]:
-    """Returns every reader's adapter, started; `weights` are the trainable and the frozen ones."""
-    trainable, frozen = weights
-    chosen = _choose(texts, layout, aligned=aligned)
+def start(recipe: "LatentWire", trainable: Tree, frozen: Tree) -> Tree:
+    """Returns the tree with every reader's adapter started."""
+    wire, layout, aligned = recipe.wire, recipe.layout, recipe.cfg.adapter.start == "aligned"
+    chosen = _choose(recipe.start_texts, layout, aligned=aligned)
     latents = np.zeros((len(chosen), layout.slots, 0), np.float32)
     if aligned:
         if wire.encoder.pooling == "rare":  # every token is a sample of what a slot may hold
             tokens = max(len(text.ids) for text in chosen)
             wire = dataclasses.replace(wire, encoder=dataclasses.replace(wire.encoder, slots=tokens))
             layout = dataclasses.replace(layout, slots=tokens, ratio=1)
-        latents = _encode(wire, placement, layout, [text.ids for text in chosen], weights)
+        latents = _encode(wire, recipe.placement, layout, [text.ids for text in chosen], (trainable, frozen))
     adapters = {}
     for name, reader in wire.readers.items():
-        params, mesh = trainable["adapters"][name], placement.readers[name].mesh
+        params, mesh = trainable["adapters"][name], recipe.placement.readers[name].mesh
         sums = _add_up(reader, mesh, frozen[name], layout, name, texts=chosen, latents=latents)
         if not aligned:
             adapters[name] = calibrate(reader.kv_adapter(wire.encoder.width), params, sums)
@@ -88,7 +83,7 @@ def start(
             shares = f"the keys of unseen texts to {keys:.0%} and their values to {values:.0%} (share of variance)"
             print(f"{name}: adapter initialised from {len(chosen):,} texts: untrained it gives {shares}", flush=True)
         adapters[name] = align(params, fitted)
-    return adapters
+    return trainable | {"adapters": adapters}
 
 
 @dataclasses.dataclass(frozen=True)

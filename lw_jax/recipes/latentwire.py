@@ -131,9 +131,9 @@ class LatentWire(WireReaders):
         elif spec.pooling == "rare":
             yield self._count_tokens
         if aligned and not spec.run:
-            yield self._align_states if spec.states else self._align_encoder
+            yield functools.partial(states_start.start, self) if spec.states else self._align_encoder
         if kv:
-            yield self._start_kv
+            yield functools.partial(kv_start.start, self)
         elif aligned:
             yield self._align_adapters
 
@@ -164,10 +164,6 @@ class LatentWire(WireReaders):
         encoder = trainable["encoder"]
         return trainable | {"encoder": encoder | {"head": encoder["head"] | {"pool": {"rarity": rarity}}}}
 
-    def _align_states(self, trainable: Tree, frozen: Tree) -> Tree:
-        arguments = self.wire, self.placement, self.layout, self._start_texts, (trainable, frozen)
-        return trainable | {"encoder": states_start.start(*arguments)}
-
     def _align_encoder(self, trainable: Tree, frozen: Tree) -> Tree:
         """Returns the tree with the principal directions of the body's table as projection, the embeddings as mix."""
         encoder, table = trainable["encoder"], _embedding(trainable, frozen)
@@ -178,14 +174,8 @@ class LatentWire(WireReaders):
             head = head | {"project": project, "mix": alignment.mix_logits(head["mix"].shape[0])}
             return trainable | {"encoder": jax.block_until_ready(encoder | {"head": head})}
 
-    def _start_kv(self, trainable: Tree, readers: Tree) -> Tree:
-        """Returns the tree with adapters that begin at their readers' own keys and values of training texts."""
-        texts, aligned = self._start_texts, self.cfg.adapter.start == "aligned"
-        adapters = kv_start.start(self.wire, self.placement, self.layout, texts, (trainable, readers), aligned=aligned)
-        return trainable | {"adapters": adapters}
-
     @property
-    def _start_texts(self) -> list[str]:
+    def start_texts(self) -> list[str]:
         """Returns the training texts from which an aligned start is computed, each once: some of them are held out."""
         texts = list(dict.fromkeys(example.context for example in self.curriculum.examples("train")))
         return [texts[index] for index in examples.spread(len(texts), kv_start.TEXTS)]
@@ -257,17 +247,7 @@ class LatentWire(WireReaders):
 
     @functools.cached_property
     def _teacher(self) -> Teacher:
-        llms = self.cfg.llms
-        identities = {
-            name: {
-                "weights": weights.fingerprint(self.locations[name]),
-                "stored": llms[name].weights,
-                "tokenizer": tokenizer.fingerprint,
-                "template": llms[name].template,
-            }
-            for name, tokenizer in self.tokenizers.items()
-        }
-        return Teacher(self.cfg, self.wire, self.placement, identities)
+        return Teacher(self)
 
     # --- loss
 

@@ -7,7 +7,7 @@ variance.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,10 @@ from lw_jax.data import batches, prompt_tokens
 from lw_jax.models import decoder, encoder, kv_prefix
 from lw_jax.models.alignment import EXACTLY
 from lw_jax.models.decoder import DecoderConfig
-from lw_jax.models.wire import Wire
 from sharding import place
-from sharding.placement import Placement
+
+if TYPE_CHECKING:
+    from lw_jax.recipes.latentwire import LatentWire
 
 ROWS = 8  # texts read at once
 SAMPLES = 14  # tokens read for each value of the states, at most; beyond, more change little
@@ -29,14 +30,12 @@ RIDGE = 1e-3  # relative to the states' unit variance
 LEAST = 1e-6  # variance of a state's value that is taken for a constant
 
 
-def start(
-    wire: Wire, placement: Placement, layout: prompt_tokens.Layout, texts: Sequence[str], weights: tuple[Tree, Tree]
-) -> Tree:
-    """Returns the encoder with the projection, shift and scale of the regression over the texts' first windows."""
-    trainable, frozen = weights
-    params, body, taps = trainable["encoder"], wire.encoder.body, wire.encoder.taps
+def start(recipe: "LatentWire", trainable: Tree, frozen: Tree) -> Tree:
+    """Returns the tree with the projection, shift and scale of the regression over the texts' first windows."""
+    wire, placement, layout, encoder_params = recipe.wire, recipe.placement, recipe.layout, trainable["encoder"]
+    body, taps = wire.encoder.body, wire.encoder.taps
     assert isinstance(body, DecoderConfig), "validation allows states for a decoder only"
-    tokenized = prompt_tokens.tokenize(layout.source, list(texts), limit=layout.window)
+    tokenized = prompt_tokens.tokenize(layout.source, recipe.start_texts, limit=layout.window)
     ids = [row[: layout.window] for row in tokenized]
     limit = SAMPLES * taps * body.width
     ids = ids[: max(1, int(np.searchsorted(np.cumsum([len(row) for row in ids]), limit)))]
@@ -67,7 +66,7 @@ def start(
         states, targets = (x - shift[name][None, None] for x, name in ((states, "states"), (targets, "targets")))
         return _multiply(states, targets, counts)
 
-    body_params = frozen[SHARED] if SHARED in frozen else params["body"]
+    body_params = frozen[SHARED] if SHARED in frozen else encoder_params["body"]
     sizes = {"states": taps * body.width, "targets": body.layers * 2 * body.kv_heads * body.head_dim}
     shift = place.replicate({name: np.zeros(size, np.float32) for name, size in sizes.items()}, placement.learner)
     starts, total = range(0, len(ids), place.round_up(ROWS, placement.data)), None
@@ -87,10 +86,11 @@ def start(
     sums = {name: np.asarray(leaf, np.float64) for name, leaf in total.items()}
     with phase("solving for the encoder's projection"):
         moved, scale, kernel = fit(**sums, groups=body.layers * 2, width=wire.encoder.width)
-    head = params["head"]
+    head = encoder_params["head"]
     project = {"kernel": _cast(kernel), "bias": jnp.zeros_like(head["project"]["bias"])}
     moved = np.asarray(shift["states"], np.float64) + moved
-    return params | {"head": head | {"shift": _cast(moved), "scale": _cast(scale), "project": project}}
+    head = head | {"shift": _cast(moved), "scale": _cast(scale), "project": project}
+    return trainable | {"encoder": encoder_params | {"head": head}}
 
 
 @EXACTLY
