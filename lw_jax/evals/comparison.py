@@ -31,8 +31,7 @@ def summarise(records: Sequence[Record], *, seed: int) -> dict[str, dict[str, Ro
     for (reader, row), group in _group(records).items():
         bootstrap = _resample(group, seed=seed)
         estimates = estimate(group, bootstrap)
-        figures: Row = {key: _mean(group, key) for key in ("positions",) if key in group[0]}
-        figures |= {key: mean.value for key, mean in estimates.items()}
+        figures: Row = {"positions": _mean(group, "positions")} | {key: mean.value for key, mean in estimates.items()}
         figures |= {f"{key}_interval": estimates[key].interval() for key in INTERVALS}
         if "follows" in group[0]:
             follows = bootstrap.mean(_column(group, "follows"))
@@ -91,7 +90,7 @@ def _compare_plain(groups: Mapping[str, Sequence[Record]], rows: Mapping[str, Ma
             }
             for key, (part, whole) in shares.items():
                 figures |= _share(key, part, whole, upper)
-    if upper and "latents" in rows and "positions" in groups[upper][0]:
+    if upper and "latents" in rows:
         figures["fewer_positions"] = _mean(groups[upper], "positions") / _mean(groups["latents"], "positions")
     if {"latents", "shuffled"} <= rows.keys():
         right, other = rows["latents"], rows["shuffled"]
@@ -147,7 +146,7 @@ def table(rows: Mapping[str, Mapping[str, Row]]) -> str:
     for reader, by_row in rows.items():
         for row, values in by_row.items():
             cells = {key: f"{values[key]:.3f}" for key in columns if key in values}
-            cells["positions"] = f"{values['positions']:.1f}" if "positions" in values else "unknown"
+            cells["positions"] = f"{values['positions']:.1f}"
             cells["ms"] = f"{1000 * values['first_token_seconds']:,.1f}" if "first_token_seconds" in values else ""
             cells["f1 95 %"] = format_interval(values["f1_interval"])
             lines.append(

@@ -11,7 +11,8 @@ import numpy as np
 
 from lw_jax.core.eval_rows import ROWS
 from lw_jax.data import batches
-from lw_jax.data.batches import Encoded, Field
+from lw_jax.data.batches import Field
+from lw_jax.data.prompt_tokens import Layout
 from lw_jax.evals.comparison import UPPER
 from lw_jax.evals.control_rows import Measured, WireSession
 
@@ -27,7 +28,7 @@ class Times:
     tokens: int
 
 
-def measure(bench: WireSession, measured: Measured, *, rows: tuple[str, ...]) -> dict[str, Times]:
+def measure(bench: WireSession, measured: Measured, layout: Layout, *, rows: tuple[str, ...]) -> dict[str, Times]:
     """Returns each reader's times for the question with the text of median length; empty without both rows.
 
     One question alone, repeated where the data axis needs it; the fastest of some passes after one
@@ -40,7 +41,8 @@ def measure(bench: WireSession, measured: Measured, *, rows: tuple[str, ...]) ->
     times, copies = {}, bench.functions.placement.data
     for name in measured.encoded.readers:
         position, tokens = median_text(measured, name, ROWS[text].fields[0])
-        single = narrow(measured.encoded, measured.indices[position])
+        # Encoded alone: its fields are no wider than it needs.
+        single = batches.encode([measured.examples[position]], layout=layout, rows=ROWS[text].fields)
         fields = bench.functions.place(single.collate([0] * copies)["readers"][name], name)
         opening = match(single.readers[name]["before"], single.readers[name][ROWS[text].fields[0]])
         slots = int(single.count_slots([0])[0])  # a reader is given no position beyond them
@@ -87,13 +89,3 @@ def fastest(run: Callable[[], object]) -> float:
         run()
         times.append(time.perf_counter() - start)
     return min(times)
-
-
-def narrow(encoded: Encoded, index: int) -> Encoded:
-    """Returns one example as a data set, its fields no wider than it needs."""
-    readers = {
-        name: {key: batches.field([field.ids[index]], field.pad, left=field.left) for key, field in fields.items()}
-        for name, fields in encoded.readers.items()
-    }
-    source = dataclasses.replace(encoded.source, ids=[encoded.source.ids[index]])
-    return dataclasses.replace(encoded, examples=(encoded.examples[index],), source=source, readers=readers)

@@ -27,29 +27,27 @@ from lw_jax.data.loader import batches_of
 from lw_jax.evals import comparison, control_rows
 from lw_jax.evals.comparison import Record
 from lw_jax.evals.control_rows import Measured, WireSession
-from lw_jax.evals.curve import COLUMNS, REFERENCE_ROWS, Curve
+from lw_jax.evals.results import COLUMNS, REFERENCE_ROWS, Curve
 from lw_jax.evals.selection import Scored
 from lw_jax.evals.statistics import Bootstrap
 from lw_jax.models import codec
 
 ROW = "latents"
+ENCODER = "0" * 16  # the fingerprint that messages carry here: it changes neither their size nor what is read
 SIZE = ("slots", "width", "bits", "ratio")  # of a message
 
 
 def sweep(
-    bench: WireSession, measured: Measured, *, options: config.Eval, sent: config.AnswerStage, encoder: str, seed: int
+    bench: WireSession, measured: Measured, *, options: config.Eval, sent: config.AnswerStage, seed: int
 ) -> Curve:
-    """Returns the curve over `sent.slots` or `sent.ratios` x `sent.widths` x BITS.
-
-    `encoder` is the fingerprint that messages carry.
-    """
+    """Returns the curve over `sent.slots` or `sent.ratios` x `sent.widths` x BITS."""
     indices = _indices(measured, options)
     bootstrap = Bootstrap(texts_of(measured, options), seed=seed)
     points, sizes = [], _sizes(measured, sent)
     total = -(-len(indices) // options.batch) * len(BITS) * len(measured.encoded.readers)
     for number, size in enumerate(sizes, 1):
         by_bits: dict[int, list[Record]] = {}
-        sending = _send(bench, size, indices, options=options, encoder=encoder)
+        sending = _send(bench, size, indices, options=options)
         what = "measuring quality by message size" + (f", {number} of {len(sizes)} sizes" if len(sizes) > 1 else "")
         with phase(what, total, "batches") as done:
             groups = list(done.track(sending))
@@ -137,7 +135,7 @@ def table(curve: Curve) -> str:
 
 
 def _send(
-    bench: WireSession, sized: Encoded, indices: Sequence[int], *, options: config.Eval, encoder: str
+    bench: WireSession, sized: Encoded, indices: Sequence[int], *, options: config.Eval
 ) -> Iterator[list[tuple[int, Record]]]:
     """Yields, for each batch, bits and reader, (bits, record) of this process's examples.
 
@@ -149,7 +147,7 @@ def _send(
         placed = {name: functions.place(fields, name) for name, fields in host["readers"].items()}
         real = np.flatnonzero(host["valid"])
         for bits in BITS:
-            received, framed = _round_trip(latents, channel, bits=bits, encoder=encoder)
+            received, framed = _round_trip(latents, channel, bits=bits)
             for name, fields in placed.items():
                 prompt = bench.prompt(fields, name, row=ROW, latents=functions.place(received, None))
                 if options.curve == "f1":
@@ -161,12 +159,12 @@ def _send(
                 yield [(bits, record | size) for record, size in zip(records, sizes, strict=True)]
 
 
-def _round_trip(latents: np.ndarray, channel: np.ndarray, *, bits: int, encoder: str) -> tuple[np.ndarray, list[int]]:
+def _round_trip(latents: np.ndarray, channel: np.ndarray, *, bits: int) -> tuple[np.ndarray, list[int]]:
     """Returns the received latents [b m z], zeros beyond each one's `channel` i32[b 3], and each message's bytes."""
     received, sizes = np.zeros_like(latents), []
     for out, sent, (slots, width, _) in zip(received, latents, channel, strict=True):
-        message = codec.pack(sent[:slots, :width], bits=bits, encoder=encoder)
-        out[:slots, :width] = codec.unpack(message, encoder=encoder)
+        message = codec.pack(sent[:slots, :width], bits=bits, encoder=ENCODER)
+        out[:slots, :width] = codec.unpack(message, encoder=ENCODER)
         sizes.append(len(message))
     return received, sizes
 

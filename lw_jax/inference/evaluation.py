@@ -30,7 +30,7 @@ from lw_jax.evals import (
     swaps,
     verdict,
 )
-from lw_jax.evals.curve import MODEL, Curve
+from lw_jax.evals.results import MODEL, Curve
 from lw_jax.inference import coded_evaluation, taught_text
 from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.inference.trained_wire import TrainedWire
@@ -76,9 +76,9 @@ def _evaluate_latents(wire: TrainedWire) -> Evaluation:
     latents = measured.latents[np.sort(first)]  # each text's once
     curve = None
     if cfg.eval.curve != "none":
-        named = {"sent": cfg.stages.answer, "encoder": wire.encoder_fingerprint, "seed": cfg.seed}
+        sizes = {"sent": cfg.stages.answer, "seed": cfg.seed}
         curve = _fitting(
-            batch, cfg.eval, lambda options: quality_curve.sweep(bench, measured, options=options, **named)
+            batch, cfg.eval, lambda options: quality_curve.sweep(bench, measured, options=options, **sizes)
         )
         if cfg.encoder.kind == "lm":
             texts = quality_curve.texts_of(measured, cfg.eval)
@@ -89,7 +89,7 @@ def _evaluate_latents(wire: TrainedWire) -> Evaluation:
     readers = comparison.compare(measured.records, seed=cfg.seed)
     if jax.process_count() == 1:
         with phase("timing the first token of an answer"):
-            times = first_token.measure(bench, measured, rows=cfg.eval.rows)
+            times = first_token.measure(bench, measured, layout, rows=cfg.eval.rows)
         for name, reader_times in times.items():
             _add_times(reader_times, summary[name], readers[name])
     return Evaluation(

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from lw_jax.evals.curve import Curve
+from lw_jax.evals.results import Curve
 
 REFERENCES = {"text": ("the text itself", "-"), "none": ("no context", ":")}  # row -> (name, line) in the picture
 WORDS = ("none", "truncated", "selected_taught")  # rows without a message, besides those of the whole text

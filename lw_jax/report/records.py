@@ -13,8 +13,7 @@ from lw_jax.core import schema
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.schema import Index, Size
-from lw_jax.evals.curve import Count, Curve, Known, Positive, Word
-from lw_jax.evals.results import Results
+from lw_jax.evals.results import Count, Curve, Known, Positive, Results, Word
 from lw_jax.training.run_folder import read_config, read_devices, read_metrics, read_typed_rows
 
 TEXTS = ("config.diff", "command.txt", "versions.json")

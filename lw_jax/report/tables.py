@@ -8,8 +8,7 @@ from typing import Any
 from lw_jax.core.eval_rows import ROWS
 from lw_jax.data.example_counts import REASONS
 from lw_jax.evals import verdict
-from lw_jax.evals.curve import COLUMNS, PLAIN, Curve
-from lw_jax.evals.results import COMPARISON, ROW, Column
+from lw_jax.evals.results import COLUMNS, COMPARISON, PLAIN, ROW, Column, Curve
 from lw_jax.report.records import Run, to_number
 
 TITLES = {  # of rows in the examples

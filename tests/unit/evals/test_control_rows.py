@@ -191,7 +191,7 @@ SEED = {"seed": 0}
 
 def record(row, index=0, **values):
     base = {"reader": "r", "row": row, "index": index, "text": index, "prediction": "x", "em": 0.0, "f1": 0.0}
-    return base | {"nll": 1.0, "hits": 1.0, "first": 0.0, "first5": 0.0, "tokens": 2.0} | values
+    return base | {"nll": 1.0, "hits": 1.0, "first": 0.0, "first5": 0.0, "tokens": 2.0, "positions": 6.0} | values
 
 
 def test_summary_weighs_likelihood_by_tokens_and_scores_by_examples():
@@ -262,8 +262,7 @@ def test_share_is_unknown_with_its_reason_where_text_is_no_better_than_none():
 def test_a_taught_text_is_the_upper_row():
     made = make_rows()
     taught = [one | {"row": "text_taught", "f1": 1.0, "positions": 30.0} for one in made if one["row"] == "text"]
-    made = [one | {"positions": 6.0} for one in made] + taught
-    found = comparison.compare(made, **SEED)["r"]
+    found = comparison.compare(made + taught, **SEED)["r"]
     assert found["upper"] == "text_taught" and found["fewer_positions"] == 5.0
     assert found["normalised_f1"] == pytest.approx((0.5 - 0.2) / (1.0 - 0.2))
 

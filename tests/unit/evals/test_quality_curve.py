@@ -43,7 +43,7 @@ def sweep(wire, *, bits=(16, 8, 2), curve="nll", **sizes):
     options, sent = dataclasses.replace(options, curve=curve), dataclasses.replace(stage, **sizes)
     with pytest.MonkeyPatch.context() as patch:  # fewer than all are enough
         patch.setattr(quality_curve, "BITS", bits)
-        return quality_curve.sweep(bench, measured, options=options, sent=sent, encoder=ENCODER, seed=0)
+        return quality_curve.sweep(bench, measured, options=options, sent=sent, seed=0)
 
 
 @pytest.fixture(scope="module")

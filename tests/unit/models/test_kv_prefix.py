@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lw_jax.core.errors import UserError
+from lw_jax.data import batches
 from lw_jax.evals import first_token
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.models import decode, decoder, kv_prefix, rotary
@@ -124,7 +125,7 @@ def test_what_stands_before_messages_is_read_once_for_all_questions(wire, monkey
 
 def test_a_text_behind_an_opening_read_already_is_scored_as_the_whole_text(wire):
     recipe, built, functions = wire
-    one = first_token.narrow(recipe.data("validation", rows=("text",)), 3)
+    one = batches.encode(recipe.questions("validation")[3:4], layout=recipe.layout, rows=("text",))
     prompt = one.readers["qwen"]
     fields, params = jax.tree.map(jnp.asarray, one.collate([0, 0]))["readers"]["qwen"], built.frozen["qwen"]
     opening = first_token.match(prompt["before"], prompt["text"])

@@ -142,13 +142,10 @@ def test_packed_and_masked_prompts_score_alike(wire, message):
 def test_a_reader_takes_its_own_section_alone(wire, message):
     alone = wire.write(TEXT, readers=("qwen",))
     assert len(alone) < len(message)
+    assert wire.write(TEXT, readers=("qwen", "qwen")) == alone, "named twice, it has one section"
     assert wire.read(alone, "qwen", QUESTION) == wire.read(message, "qwen", QUESTION)
     with pytest.raises(UserError, match=wire.codings["llama"].fingerprint):
         wire.read(alone, "llama", QUESTION)
-
-
-def test_a_reader_that_is_named_twice_gets_one_section(wire, message):
-    assert wire.write(TEXT, readers=("qwen", "qwen")) == wire.write(TEXT, readers=("qwen",))
 
 
 def test_a_text_of_which_nothing_is_kept_is_refused(wire):

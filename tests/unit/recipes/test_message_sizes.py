@@ -100,7 +100,7 @@ def test_readers_see_the_slots_of_the_message_that_they_are_given(measured):
 def test_the_curve_measures_the_ratios_in_real_messages(recipe, measured):
     bench, options, found, _ = measured
     sent = recipe.cfg.stages.answer
-    curve = quality_curve.sweep(bench, found, options=options, sent=sent, encoder="0123456789abcdef", seed=0)
+    curve = quality_curve.sweep(bench, found, options=options, sent=sent, seed=0)
     tokens = np.array([len(found.encoded.source.ids[i]) for i in found.indices])
     width = recipe.cfg.encoder.width
     for point in curve.points:
@@ -109,7 +109,7 @@ def test_the_curve_measures_the_ratios_in_real_messages(recipe, measured):
         assert point["framed_bytes"] == np.mean([codec.framed_bytes(int(one), width, point["bits"]) for one in slots])
     assert {point["ratio"] for point in curve.points} == {11, 17}
     plain = dataclasses.replace(sent, ratios=())
-    curve = quality_curve.sweep(bench, found, options=options, sent=plain, encoder="0123456789abcdef", seed=0)
+    curve = quality_curve.sweep(bench, found, options=options, sent=plain, seed=0)
     assert {point["ratio"] for point in curve.points} == {RATIO}
 
 

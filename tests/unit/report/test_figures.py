@@ -1,6 +1,6 @@
 """Figures of a report, from plain values: lw_jax/report/figures.py."""
 
-from lw_jax.evals.curve import Curve
+from lw_jax.evals.results import Curve
 from lw_jax.report import figures
 from tests import runs
 
