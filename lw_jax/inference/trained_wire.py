@@ -70,14 +70,11 @@ def open_wire(cfg: Config, path: Path, readers: Sequence[str] = ()) -> "TrainedW
     runtime.start_devices()
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     cfg, placement = planner.resolve_auto(cfg, reading=True)
-    if cfg.encoder.kind == "cache":
-        coded = CacheWire(cfg, placement)
-        restored = recipes.read_best(coded, cfg, path)
-        return CodedWire(coded, restored.state["trainable"], coded.load_frozen(), restored.step)
-    recipe = LatentWire(cfg, placement)
+    recipe = (CacheWire if cfg.encoder.kind == "cache" else LatentWire)(cfg, placement)
     with phase(f"reading the trained wire in {path}"):
         restored = recipes.read_best(recipe, cfg, path)
-    return TrainedWire(recipe, restored.state["trainable"], recipe.load_frozen(), restored.step)
+    weights = restored.state["trainable"], recipe.load_frozen(), restored.step
+    return CodedWire(recipe, *weights) if isinstance(recipe, CacheWire) else TrainedWire(recipe, *weights)
 
 
 def resolve_channel(
