@@ -1,13 +1,14 @@
 """Evaluation rows of a wire of kind "cache": the text, its message at several ratios, another text's, and nothing."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from lw_jax.core.eval_rows import ROWS
+from lw_jax.core.eval_rows import ROWS, EvalRow
 from lw_jax.core.progress import phase
 from lw_jax.core.types import Tree
 from lw_jax.data import batches, prompt_tokens
@@ -20,6 +21,7 @@ from lw_jax.evals.comparison import Record
 from lw_jax.evals.control_rows import Session, number_texts, positions, records_of
 from lw_jax.evals.record_log import RecordLog
 from lw_jax.models import cache_codec, cache_message
+from lw_jax.models.cache_choice import Reading
 from lw_jax.models.cache_codec import Coding
 from lw_jax.models.cache_message import Sent
 from lw_jax.models.wire import Prompt
@@ -118,30 +120,28 @@ class CacheSession(Session):
     def prompts(self, fields: Mapping[str, Any], name: str, rows: Sequence[str]) -> dict[str, RowPrompt]:
         """Returns each row's prompt; a text is read once for all of its rows."""
         params, code, functions = self.frozen[name], self.codes[name], self.functions
-        keep_queries = bool(np.asarray(code["fitted"]).any())
-        readings, prompts, messages = {}, {}, {}
-        for row in rows:
-            kind = ROWS[row].latents  # "own" or "other": also the field of its text
-            if ROWS[row].taught:
+
+        @functools.cache
+        def read(kind: str) -> Reading:  # "own" or "other": also the field of its text
+            inputs = {"own": fields[kind], "before": fields["before"], "again": fields["again"]}
+            return functions.read_twice(params, inputs, name, bool(np.asarray(code["fitted"]).any()))
+
+        @functools.cache
+        def write(kind: str, ratio: int) -> RowPrompt:
+            (sent,) = functions.write(code, read(kind), [ratio], name)
+            count = cache_functions.count_kept(code, np.asarray(fields[kind]["mask"]).sum(axis=1), ratio)
+            prompt = functions.prompt_from_cache(params, code, fields, sent, name)
+            return RowPrompt(prompt, count.mean(axis=(0, 2)), sent, ratio)
+
+        def make(row: EvalRow) -> RowPrompt:
+            if row.latents:
+                return write(row.latents, row.ratio or self.ratio)
+            if row.taught:
                 parts = {key: fields[key] for key in ("before", "own", "asked")}
-                prompts[row] = RowPrompt(functions.prompt_from_taught_parts(params, parts, self.taught[name]))
-                continue
-            if not kind:
-                prompt = functions.prompt_from_text(params, fields[ROWS[row].fields[0]])
-                prompts[row] = RowPrompt(prompt)
-                continue
-            ratio, text = ROWS[row].ratio or self.ratio, fields[kind]
-            if kind not in readings:
-                inputs = {"own": text, "before": fields["before"], "again": fields["again"]}
-                readings[kind] = functions.read_twice(params, inputs, name, keep_queries)
-            if (kind, ratio) not in messages:
-                lengths = np.asarray(text["mask"]).sum(axis=1)
-                (sent,) = functions.write(code, readings[kind], [ratio], name)
-                prompt = functions.prompt_from_cache(params, code, fields, sent, name)
-                count = cache_functions.count_kept(code, lengths, ratio)
-                messages[kind, ratio] = RowPrompt(prompt, count.mean(axis=(0, 2)), sent, ratio)
-            prompts[row] = messages[kind, ratio]
-        return prompts
+                return RowPrompt(functions.prompt_from_taught_parts(params, parts, self.taught[name]))
+            return RowPrompt(functions.prompt_from_text(params, fields[row.fields[0]]))
+
+        return {row: make(ROWS[row]) for row in rows}
 
 
 def measure(  # noqa: PLR0913
@@ -152,14 +152,14 @@ def measure(  # noqa: PLR0913
     rows: Sequence[str],
     batch: int,
     max_new_tokens: int,
-    codings: Mapping[str, Coding],
     log: RecordLog,
 ) -> list[Record]:
     """Returns every reader's records of `rows`; those that the log has are not measured again.
 
     `encoded` is of `attach`, `rows` of `core.eval_rows.KNOWN_TO_CACHE`. Records at the wire's ratio have the "bytes" of
-    a message that the reader's one of `codings` codes. The log takes the records of each batch.
+    a message for the reader alone. The log takes the records of each batch.
     """
+    codings = {name: cache_message.coding_of(code) for name, code in bench.codes.items()}
     texts, total = number_texts(encoded), -(-len(indices) // batch) * len(encoded.readers)
     with phase("reading the questions in every row of the table", total, "batches") as done:
         for host in batches_by_length(encoded, indices, batch):

@@ -61,7 +61,7 @@ def measure(
 
     def run(encoded: Encoded, indices: Sequence[int], rows: Sequence[str]) -> list[Record]:
         settings = {"batch": batch, "max_new_tokens": options.max_new_tokens}
-        return cache_rows.measure(bench, encoded, indices, rows=rows, codings=wire.codings, log=log, **settings)
+        return cache_rows.measure(bench, encoded, indices, rows=rows, log=log, **settings)
 
     records = run(encoded, indices, [row for row in rows if not ROWS[row].swapped])
     if swapped is not None:

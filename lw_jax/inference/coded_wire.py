@@ -31,7 +31,7 @@ class CodedWire(Answering):
 
     def __init__(self, recipe: CacheWire, trainable: Tree, frozen: Tree, step: int):
         self.recipe, self.trainable, self.frozen, self.step = recipe, trainable, frozen, step
-        self.functions = CacheFunctions(recipe.wire, recipe.placement)
+        self.functions = recipe.functions
         self.codes = recipe.codes(trainable)
         self.ratio: int | None = None  # of `at`
 

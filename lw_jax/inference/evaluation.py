@@ -118,14 +118,13 @@ def _evaluate_coded(wire: CodedWire, folder: Path | None) -> Evaluation:
     for name, figures in readers.items():
         if (size := coded_evaluation.bytes_a_token(measured.records, name)) is not None:
             figures["bytes_a_token"] = size
-    for name in readers:
         try:
             times, others = coded_evaluation.measure_times(wire, measured, name)
         except UserError as error:  # of the median text, where so few positions keep nothing: all rows are measured
             _say(f"{name}: not timed: {error}")
             continue
-        _add_times(times, summary[name], readers[name])
-        readers[name] |= others
+        _add_times(times, summary[name], figures)
+        figures.update(others)
     return Evaluation(measured, summary, readers, joint=None, latents={}, slots=[], curve=None)
 
 
@@ -275,7 +274,7 @@ def _teach(
     if not any(eval_rows.ROWS[row].taught for row in rows):
         return {}
     options = wire.recipe.cfg.eval
-    return _fitting(batch, options, lambda cfg: taught_text.teach(wire.recipe, wire.frozen, batch=cfg.batch, say=_say))
+    return _fitting(batch, options, lambda cfg: taught_text.teach(wire.recipe, wire.frozen, batch=cfg.batch))
 
 
 def _batch(recipe: WireReaders) -> out_of_memory.HalvingBatch:

@@ -6,7 +6,6 @@ lost.
 """
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +47,10 @@ OPTIM = config.Optim(
 )
 
 
-def teach(recipe: WireReaders, frozen: Tree, *, batch: int, say: Callable[[str], None] = print) -> dict[str, jax.Array]:
+def teach(recipe: WireReaders, frozen: Tree, *, batch: int) -> dict[str, jax.Array]:
     """Returns each reader's vector f32[1 d] on its mesh, trained on examples of data.train or taken from the cache.
 
     `eval.taught_steps` of the configuration is the effort; `batch`: most examples at once, a multiple of the data axis.
-    `say` takes a line about each vector that is trained.
     """
     encoded, identity, vectors = _encode(recipe), recipe.identity(), {}
     for name in recipe.wire.readers:
@@ -69,11 +67,10 @@ def teach(recipe: WireReaders, frozen: Tree, *, batch: int, say: Callable[[str],
                     f"{losses[-1]:.3f}, and must be finite; change config.eval.taught_steps or config.seed, or leave "
                     "the rows with a learned vector out of config.eval.rows"
                 )
-            say(
-                f"text_taught {name}: one vector taught the form of the answer in {len(losses)} steps of "
-                f"{training.describe()}, loss {losses[0]:.3f} at first, {np.mean(losses[-4:]):.3f} at last"
-            )
             if jax.process_index() == 0:
+                learned = f"{len(losses)} steps of {training.describe()}, loss {losses[0]:.3f} at first"
+                last = f"{np.mean(losses[-4:]):.3f} at last"
+                print(f"text_taught {name}: one vector taught the form of the answer in {learned}, {last}", flush=True)
                 save_array(path, vector)
             cached = vector.tolist()
         vectors[name] = place.replicate(np.asarray(cached, np.float32), recipe.placement.readers[name].mesh)

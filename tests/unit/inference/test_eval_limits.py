@@ -107,7 +107,7 @@ def make_coded(root, **changes) -> Any:
     """A wire of kind "cache" without weights."""
     recipe = tiny.make_recipe(root, only="qwen", encoder__kind="cache", encoder__width=200, **changes)
     return types.SimpleNamespace(
-        ratio=None, recipe=recipe, codes={}, frozen={"qwen": {}}, functions=None, fingerprint="", codings={}
+        ratio=None, recipe=recipe, codes={}, frozen={"qwen": {}}, functions=None, fingerprint=""
     )
 
 

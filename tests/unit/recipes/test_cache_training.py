@@ -77,7 +77,7 @@ def test_the_loss_is_that_of_the_message_that_is_sent(recipe, started, batch, gr
         trainable = {"codes": {"qwen": fit_at_two(started.trainable["codes"]["qwen"], fitted)}}
         wire = CodedWire(recipe, trainable, started.frozen, 0)
         bench = cache_rows.CacheSession(recipe.functions, wire.frozen, recipe.tokenizers, wire.codes, 2)
-        settings = {"rows": ["latents", "text"], "batch": 8, "max_new_tokens": 2, "codings": wire.codings}
+        settings = {"rows": ["latents", "text"], "batch": 8, "max_new_tokens": 2}
         records = cache_rows.measure(bench, encoded, range(8), **settings, log=RecordLog())
         nats = {}
         for row in settings["rows"]:
