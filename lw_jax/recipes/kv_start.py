@@ -242,9 +242,8 @@ def fit(sums: Sums) -> Fit:
     _, inputs, *shape = sums.crossed.shape
     crossed = sums.crossed.reshape(2, inputs, -1)
     mean, size = moments(sums)
-    each = 1.0 / np.broadcast_to(size[:, :, None, None] ** 2, shape).reshape(
-        -1
-    )  # a layer's keys and values count alike
+    # A layer's keys and values count alike.
+    each = 1.0 / np.broadcast_to(size[:, :, None, None] ** 2, shape).reshape(-1)
 
     def solve(which: slice, ridge: float) -> np.ndarray:
         gram = sums.gram[which].sum(axis=0)

@@ -66,9 +66,8 @@ def test_rows_find_their_programs_compiled(measured, compiled, monkeypatch):
         compiled.clear()
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(
-        jaxtyping.config, "jaxtyping_disable", True
-    )  # JAX describes a lowered Prompt's fields in a Prompt
+    # JAX describes a lowered Prompt's fields in a Prompt.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     monkeypatch.setattr(control_rows, "compile_together", compile_together)
     rows = ("text", "latents", "shuffled")
     options = dataclasses.replace(recipe.cfg.eval, examples=COUNT, batch=BATCH, rows=rows, max_new_tokens=3)

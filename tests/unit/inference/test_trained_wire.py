@@ -217,9 +217,8 @@ def test_answers_find_the_programs_compiled_that_were_compiled_together(root, me
     wire, question = tiny.make_wire(root), "Where is it?"
     with monkeypatch.context() as patch:
         patch.setattr(jax, "default_backend", lambda: "gpu")
-        patch.setattr(
-            jaxtyping.config, "jaxtyping_disable", True
-        )  # JAX describes a lowered Prompt's fields in a Prompt
+        # JAX describes a lowered Prompt's fields in a Prompt.
+        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
         wire.compile_answers(message, question, wire.recipe.wire.readers, text=TEXT)
     assert compiled.count("jit(_generate)") >= 2 * len(wire.recipe.wire.readers)
     compiled.clear()
