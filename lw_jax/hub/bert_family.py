@@ -105,7 +105,7 @@ def bert_config(fields: Mapping[str, Any], *, where: str) -> BertConfig:
             f"{where}: model_type={fields.get('model_type')!r:.80}; encoder.kind 'bert' reads model_type 'bert' "
             "(MiniLM and other BERT-class bodies state it too); a Llama or Qwen body is encoder.kind 'lm'"
         )
-    refuse_fields(fields, set(fields), required=_REQUIRED, must=_MUST_EQUAL, free=_REQUIRED | _HARMLESS, where=where)
+    refuse_fields(fields, required=_REQUIRED, must=_MUST_EQUAL, free=_REQUIRED | _HARMLESS, where=where)
     cfg = BertConfig(**msgspec.structs.asdict(config_json.check(fields, _Fields, where)))
     if cfg.width % cfg.heads:
         raise UserError(

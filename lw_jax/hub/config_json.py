@@ -42,6 +42,11 @@ class Rope(msgspec.Struct, frozen=True):
     short_factor: tuple[Positive, ...] | None = None
     long_factor: tuple[Positive, ...] | None = None
 
+    @property
+    def kind(self) -> str:
+        kind = self.rope_type or self.type or "default"
+        return "longrope" if kind == "su" else kind  # so Phi-3's first files name it
+
 
 class Packing(msgspec.Struct, frozen=True):
     """Stored quantisation, as AutoAWQ states it."""

@@ -20,13 +20,15 @@ from lw_jax.models.decoder import DecoderConfig, abstract
 from lw_jax.models.rotary import LongRope
 
 Fields = Mapping[str, Any]
+DEFAULT_THETA = 10000.0  # of files that state none, as Llama 2's
 
-# Without these a default of transformers would silently replace the model's own size.
 _REQUIRED = config_json.names(Decoder, required=True)
 _HANDLED = _REQUIRED | {
     "is_decoder",  # every one is
     "num_key_value_heads",
     "head_dim",
+    "layer_types",
+    "quantization_config",
     "tie_word_embeddings",
     "rope_parameters",
     "rope_scaling",
@@ -46,6 +48,7 @@ class Family(NamedTuple):
     rope: Set[str] = frozenset({"default"})  # kinds of frequency scaling
     biases: bool | None = False  # of q, k and v; None: the file says
     fused: bool = False  # q, k, v and gate, up are stored as one tensor each
+    rotated: float = 1.0  # share of a head's dimensions where the file states none
     square: bool = False  # transformers' class takes head_dim from the width, whatever the file says
 
     @property
@@ -80,8 +83,10 @@ FAMILIES = {
         "StableLmForCausalLM",
         {"use_parallel_residual": False, "qk_layernorm": False},
         norm="layer",
+        required={"num_key_value_heads"},
         read={"use_qkv_bias", PARTIAL},
         biases=None,
+        rotated=0.25,
         square=True,
     ),
 }
@@ -200,13 +205,8 @@ def fuse(tensors: Mapping[str, np.ndarray], model_type: str) -> dict[str, np.nda
     return out
 
 
-def decoder_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str = "config.json") -> DecoderConfig:
-    """Returns the decoder's configuration from Hugging Face fields.
-
-    Args:
-        fields: as `AutoConfig(...).to_dict()` of transformers 5 gives them, `rope_parameters` included.
-        raw_keys: the keys that the file itself states; an unknown one is refused.
-        where: the file, for messages.
+def decoder_config(fields: Fields, *, where: str = "config.json") -> DecoderConfig:
+    """Returns the decoder's configuration from the fields of a config.json, read as transformers 5 reads them.
 
     Raises:
         UserError: another family, a size missing, or a field that changes the mathematics.
@@ -214,10 +214,9 @@ def decoder_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str 
     family = _family(fields, where)
     refuse_fields(
         fields,
-        raw_keys - {"quantization_config"},
         required=_REQUIRED | family.required | {family.epsilon},
         must=_MUST_EQUAL_ALL | family.must,
-        free=_HANDLED | HARMLESS | {"layer_types", family.epsilon} | family.read | family.silent,
+        free=_HANDLED | HARMLESS | {family.epsilon} | family.read | family.silent,
         where=where,
     )
     stated = config_json.check(fields, Decoder, where)
@@ -228,9 +227,11 @@ def decoder_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str 
     width, heads = stated.hidden_size, stated.num_attention_heads
     kv_heads = stated.num_key_value_heads or heads
     head_dim = stated.head_dim or width // heads
-    partial, rope = PARTIAL not in family.must, stated.rope_parameters or Rope()
-    rope_fields.check(fields["rope_parameters"], rope, family.rope, partial=partial, where=where)
-    rotated = int(head_dim * (rope.partial_rotary_factor or stated.partial_rotary_factor or 1.0))
+    spelling = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"  # of transformers 4 and 5
+    rope = getattr(stated, spelling) or Rope()
+    partial = PARTIAL not in family.must
+    rope_fields.check(fields.get(spelling) or {}, rope, family.rope, partial=partial, where=where)
+    rotated = int(head_dim * (rope.partial_rotary_factor or stated.partial_rotary_factor or family.rotated))
     cfg = DecoderConfig(
         vocab=stated.vocab_size,
         width=width,
@@ -239,7 +240,7 @@ def decoder_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str 
         kv_heads=kv_heads,
         head_dim=head_dim,
         ffn=stated.intermediate_size,
-        rope_theta=float(rope.rope_theta or 0.0),
+        rope_theta=float(rope.rope_theta or stated.rope_theta or DEFAULT_THETA),
         norm_eps=float(getattr(stated, family.epsilon)),
         max_positions=stated.max_position_embeddings,
         tied=bool(stated.tie_word_embeddings),
@@ -268,24 +269,6 @@ def _family(fields: Fields, where: str) -> Family:
     return FAMILIES[model_type]
 
 
-def read_fields(raw: Fields, where: str) -> dict[str, Any]:
-    """Returns the fields of a config.json that define the decoder. Raises UserError for another family."""
-    family = _family(raw, where)
-    optional = {"layer_types", "tie_word_embeddings"} | _MUST_EQUAL_ALL.keys() | family.must.keys() | family.read
-    unsaid = {key for key in optional if raw.get(key) in (None, [])}  # which transformers 5 refuses in some fields
-    read = _HANDLED | {family.epsilon} | optional | family.silent
-    return {key: raw[key] for key in raw.keys() & read - unsaid}
-
-
-def stated_rope(raw: Fields, fields: Fields) -> dict[str, Any]:
-    """Returns the rotary fields in the new spelling, without what transformers fills in for a missing one."""
-    raw_rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}  # in transformers' order
-    known = {"rope_type", "rope_theta", PARTIAL, *raw_rope}
-    rope = {key: raw_rope.get(key, value) for key, value in fields["rope_parameters"].items() if key in known}
-    key = "original_max_position_embeddings"  # of LongRope, beside the rotary fields
-    return {"rope_parameters": rope} | ({key: raw.get(key)} if key in fields else {})
-
-
 # AutoAWQ's layout: groups of 128 along the inputs, with zero points, eight columns interleaved in a word.
 _AWQ = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 128, "zero_point": True}
 
@@ -303,24 +286,22 @@ def _refuse_packing(stated: Packing | None, where: str) -> None:
         raise UserError(f"{where}: quantization_config.modules_to_not_convert={names!r}: all matrices must be packed")
 
 
-def refuse_fields(
-    fields: Fields, raw_keys: set[str], *, required: Set[str], must: Fields, free: Set[str], where: str
-) -> None:
+def refuse_fields(fields: Fields, *, required: Set[str], must: Fields, free: Set[str], where: str) -> None:
     """Refuses fields without a `required` one, with another value than in `must`, or that state an unknown name.
 
     An unknown one says nothing where its value is what transformers takes for an absent field: null, false, empty.
     """
     family = fields.get("model_type")
-    if missing := sorted(required - raw_keys):
+    if missing := sorted(key for key in required if fields.get(key) is None):
         raise UserError(f"{where}: field {missing[0]} is missing; it is needed for model_type {family!r}")
     for key, value in must.items():
         actual = fields.get(key)
         if actual is not None and (actual != value or isinstance(actual, bool) != isinstance(value, bool)):
             raise UserError(f"{where}: {key}={actual!r:.80}, only {value!r} is supported for model_type {family!r}")
-    if unknown := sorted(key for key in raw_keys - free - must.keys() if is_stated(fields.get(key))):
+    if unknown := sorted(key for key in fields.keys() - free - must.keys() if is_stated(fields[key])):
         name = f"{unknown[0]!r:.80}"[1:-1]
         raise UserError(
-            f"{where}: field {name}={fields.get(unknown[0])!r:.80} is not known for model_type {family!r} and may "
+            f"{where}: field {name}={fields[unknown[0]]!r:.80} is not known for model_type {family!r} and may "
             "change what the model computes; if it does not, remove it from the file"
         )
 

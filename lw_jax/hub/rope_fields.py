@@ -18,7 +18,7 @@ _ROPE_FIELDS = {  # kind -> (required, optional), besides rope_theta
 
 def check(raw: Mapping[str, Any], rope: Rope, kinds: Set[str], *, partial: bool, where: str) -> None:
     """Refuses rotary fields that a family with these kinds does not have, and missing ones."""
-    kind = rope.rope_type or "default"
+    kind = rope.kind
     if kind not in kinds:
         raise UserError(f"{where}: rope_type={kind!r}, only {sorted(kinds)} are supported")
     needed, optional = _ROPE_FIELDS[kind]
@@ -28,14 +28,14 @@ def check(raw: Mapping[str, Any], rope: Rope, kinds: Set[str], *, partial: bool,
         raise UserError(f"{where}: rope field {field} is not known for rope_type {kind!r}")
     if not partial and rope.partial_rotary_factor not in (None, 1.0):
         raise UserError(f"{where}: {PARTIAL}={rope.partial_rotary_factor!r}, only 1.0 is supported")
-    if missing := [key for key in ("rope_theta", *needed) if getattr(rope, key) is None]:
+    if missing := [key for key in needed if getattr(rope, key) is None]:
         raise UserError(f"{where}: rope field {missing[0]} is missing; rope_type {kind!r} needs it")
 
 
 def read_scaling(rope: Rope, stated: Decoder, rotated: int, where: str) -> Llama3Scaling | LongRope | None:
-    if rope.rope_type == "longrope":
+    if rope.kind == "longrope":
         return _long_rope(rope, stated, rotated, where)
-    if rope.rope_type != "llama3":
+    if rope.kind != "llama3":
         return None
     low, high, original = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings
     assert rope.factor and low and high and original  # checked by `check`

@@ -97,7 +97,7 @@ def ttt_config(fields: Mapping[str, Any], *, where: str = "config.json") -> TTTC
     if fields.get("model_type") != MODEL_TYPE:
         raise UserError(f"{where}: model_type={fields.get('model_type')!r:.80}, a TTT model states {MODEL_TYPE!r}")
     free = config_json.names(_Fields) | _HARMLESS
-    refuse_fields(fields, set(fields), required=_REQUIRED, must=_MUST_EQUAL, free=free, where=where)
+    refuse_fields(fields, required=_REQUIRED, must=_MUST_EQUAL, free=free, where=where)
     stated = msgspec.structs.asdict(config_json.check(fields, _Fields, where))
     cfg = TTTConfig(**{name: value for name, value in stated.items() if value is not None})
     if cfg.width % cfg.heads or cfg.head_dim % 2:

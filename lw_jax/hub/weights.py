@@ -1,6 +1,5 @@
 """Frozen weights: from stored tensors, one by one, into a model's tree and its shards, and back."""
 
-import copy
 import dataclasses
 import functools
 import hashlib
@@ -59,8 +58,7 @@ def describe(location: Path) -> DecoderConfig:
     """Returns the configuration of a model folder or .gguf file, no weights; raises as `families.decoder_config`."""
     if location.is_dir():
         file = location / "config.json"
-        fields, raw_keys = _read_config(file)
-        return families.decoder_config(fields, raw_keys=raw_keys, where=str(file))
+        return families.decoder_config(_read_json(file), where=str(file))
     catalogue, metadata = list_tensors(location), read_header(location).metadata
     factors = catalogue.get("rope_freqs.weight")
     fields = gguf_family.hf_fields(
@@ -69,7 +67,7 @@ def describe(location: Path) -> DecoderConfig:
         rope_factors=None if factors is None else read_tensor(factors, np.float32),
         where=str(location),
     )
-    return families.decoder_config(fields, raw_keys=set(fields), where=str(location))
+    return families.decoder_config(fields, where=str(location))
 
 
 def model_type(location: Path) -> str:
@@ -102,25 +100,6 @@ def _read_json(file: Path) -> dict[str, Any]:
         return schema.read(file, dict[str, Any], remedy=_FETCH)
     except FileNotFoundError as error:
         raise UserError(f"{file.parent}: no config.json; name a model folder, or the .gguf file itself") from error
-
-
-def _read_config(file: Path) -> tuple[dict[str, Any], set[str]]:
-    """Returns a decoder's config.json as transformers reads it, and the keys in the file itself.
-
-    transformers brings the old and the new spelling of the rotary fields into one form. It is given no more than the
-    fields that `families` reads, and no way to code or files of the folder's own.
-    """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING
-
-    raw = _read_json(file)
-    read = families.read_fields(raw, str(file))
-    unused = {f"{name}_token_id": None for name in ("bos", "eos", "pad")}  # or the class's own, beyond the vocabulary
-    try:
-        fields = CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(read) | unused).to_dict()
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError) as error:
-        raise UserError(f"{file}: transformers refuses it ({' '.join(str(error).split())[:300]}); {_FETCH}") from error
-    return raw | fields | families.stated_rope(raw, fields), set(raw)
 
 
 def load(

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import json
 
@@ -28,14 +29,11 @@ def model_type(cfg: DecoderConfig) -> str:
 
 
 def fields_of(cfg: DecoderConfig) -> dict:
-    """What transformers 5 makes of our config.json: rotary fields joined in rope_parameters."""
-    fields = families.hf_fields(cfg, model_type(cfg))
-    scaling = fields.pop("rope_scaling") or {"rope_type": "default"}
-    return fields | {"rope_parameters": scaling | {"rope_theta": fields.pop("rope_theta")}}
+    return families.hf_fields(cfg, model_type(cfg))
 
 
 def read(fields: dict) -> DecoderConfig:
-    return families.decoder_config(fields, raw_keys=set(fields), where="here.json")
+    return families.decoder_config(fields, where="here.json")
 
 
 def test_absent_kv_heads_and_head_dim_follow_from_heads():
@@ -45,12 +43,35 @@ def test_absent_kv_heads_and_head_dim_follow_from_heads():
     assert (cfg.kv_heads, cfg.head_dim) == (6, 10)
 
 
-def test_of_two_spellings_of_frequencies_the_one_counts_that_transformers_reads():
-    fields = fields_of(LLAMA31)
-    scaling = fields["rope_parameters"]
-    plain = {"rope_type": "default", "rope_theta": scaling["rope_theta"]}
-    stated = families.stated_rope({"rope_scaling": scaling, "rope_parameters": plain}, {"rope_parameters": scaling})
-    assert stated["rope_parameters"] == scaling
+SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALING |= {"original_max_position_embeddings": 8192}
+SU = {"type": "su", "short_factor": [1.0, 1.5], "long_factor": [2.0, 7.0]}  # as Phi-3's first files call LongRope
+SU |= {"original_max_position_embeddings": 23}
+
+
+@pytest.mark.parametrize(
+    ("family", "stated"),
+    [
+        ("llama", {}),
+        ("llama", {"rope_theta": 5e5}),
+        ("llama", {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 7e3, "rope_type": "default"}}),
+        ("llama", {"rope_theta": 5e5, "rope_scaling": SCALING, "rope_parameters": {"rope_type": "default"}}),
+        ("llama", {"rope_scaling": {}, "rope_parameters": SCALING | {"rope_theta": 7e3}}),
+        ("phi3", {"partial_rotary_factor": 0.6}),
+        ("phi3_long", {"partial_rotary_factor": 0.4, "rope_scaling": SU}),
+        ("stablelm", {}),
+        ("stablelm", {"partial_rotary_factor": 0.8, "rope_parameters": {"partial_rotary_factor": 0.4}}),
+    ],
+)
+def test_rotary_fields_mean_what_transformers_reads_in_any_spelling(family, stated):
+    whole = fields_of(dataclasses.replace(FAMILIES[family], width=60))
+    fields = {key: value for key, value in whole.items() if not key.startswith(("rope_", "partial_"))} | stated
+    cfg = read(fields)
+    rope = CONFIG_MAPPING[fields["model_type"]].from_dict(copy.deepcopy(fields)).rope_parameters
+    assert cfg.rope_theta == rope["rope_theta"]
+    assert (cfg.rotated or cfg.head_dim) == int(cfg.head_dim * rope.get("partial_rotary_factor", 1.0))
+    kinds = {type(None): "default", Llama3Scaling: "llama3", LongRope: "longrope"}
+    assert kinds[type(cfg.rope_scaling)] == rope["rope_type"]
 
 
 @pytest.mark.parametrize("rotated", range(2, 101, 2))
@@ -89,8 +110,6 @@ def test_a_written_share_of_rotated_dimensions_is_read_again(rotated):
 )
 def test_field_that_changes_the_mathematics_is_refused_by_name(family, key, value):
     fields = fields_of(FAMILIES[family])
-    if key == "rope_parameters":
-        value = fields[key] | value
     named = "yarn|linear|partial_rotary_factor|mscale" if key == "rope_parameters" else key
     with pytest.raises(UserError, match=rf"here\.json.*({named})"):
         read(fields | {key: value})
@@ -105,15 +124,12 @@ def test_field_that_changes_the_mathematics_is_refused_by_name(family, key, valu
         (PHI3_LONG, "phi3", {"original_max_position_embeddings": 29}, "=23, and 29"),
     ],
 )
-def test_missing_rotary_field_is_refused_though_transformers_fills_it(tmp_path, cfg, kind, change, key):
-    cfg = dataclasses.replace(cfg, width=60)
+def test_missing_rotary_field_is_refused_though_transformers_fills_it(cfg, kind, change, key):
     fields = families.hf_fields(cfg, kind)
+    assert read(fields) == cfg
     rope = {name: value for name, value in (fields["rope_scaling"] | change).items() if value is not None}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert weights.describe(tmp_path) == cfg
-    (tmp_path / "config.json").write_text(json.dumps(fields | {"rope_scaling": rope}))
-    with pytest.raises(UserError, match=rf"config\.json.*{key}"):
-        weights.describe(tmp_path)
+    with pytest.raises(UserError, match=rf"here\.json.*{key}"):
+        read(fields | {"rope_scaling": rope})
 
 
 # What transformers 4 writes besides a class's own fields, with its defaults; and what others leave in published files.
@@ -149,9 +165,9 @@ def test_every_field_that_transformers_writes_by_default_is_passed_over(tmp_path
 
 def test_longrope_s_gain_follows_from_how_far_the_context_was_stretched():
     fields = fields_of(PHI3_LONG) | {"max_position_embeddings": 23 * 32}
-    rope = {key: value for key, value in fields["rope_parameters"].items() if key != "attention_factor"}
-    assert read(fields | {"rope_parameters": rope}).rope_scaling.gain == pytest.approx((1 + 5 / np.log2(23)) ** 0.5)
+    rope = {key: value for key, value in fields["rope_scaling"].items() if key != "attention_factor"}
+    assert read(fields | {"rope_scaling": rope}).rope_scaling.gain == pytest.approx((1 + 5 / np.log2(23)) ** 0.5)
     with pytest.raises(UserError, match=r"here\.json: original_max_position_embeddings=1: "):
-        read(fields | {"rope_parameters": rope, "original_max_position_embeddings": 1})
+        read(fields | {"rope_scaling": rope, "original_max_position_embeddings": 1})
     with pytest.raises(UserError, match=r"short_factor has 3 numbers; one for each of 2"):
-        read(fields | {"rope_parameters": rope | {"short_factor": [1.0, 1.0, 1.0]}})
+        read(fields | {"rope_scaling": rope | {"short_factor": [1.0, 1.0, 1.0]}})

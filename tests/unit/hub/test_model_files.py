@@ -112,7 +112,7 @@ def edited(reader):
         ({"head_dim": "x"}, "head_dim"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
-        ({"num_attention_heads": 0}, "transformers refuses it"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
         ({"vocab_size": 10**20}, "vocab_size"),
         ({"rms_norm_eps": 0}, "rms_norm_eps"),
         ({"rope_theta": [1]}, "rope_theta"),
