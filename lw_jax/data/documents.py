@@ -25,10 +25,6 @@ TEXT = ".txt"
 PLAIN = (TEXT, ".jsonl")
 _NO_DOCUMENTS = ("test", "tests", "site-packages", "dist-packages", "idlelib", "idle_test", "__pycache__")
 _ROW = 'a document is a row {"text": "..."}; correct the row'
-_KNOWN = (
-    "a .txt or .jsonl file (also .gz), an .arrow or .parquet file, a folder of them, a folder of "
-    f'datasets.save_to_disk, "hub:NAME[:CONFIG][:SPLIT][@REVISION]" or "{DOCSTRINGS}"'
-)
 
 
 class Piece(NamedTuple):
@@ -103,9 +99,9 @@ def _is_set(source: str) -> bool:
 
 def _files(source: str, split: str) -> list[Path]:
     """Returns the files of a path in the order of their names; of a folder of tables alone one split's."""
-    files = row_sources.files(source, split, beside=PLAIN, known=_KNOWN)
-    if unknown := [file for file in files if row_sources.suffix_of(file) not in (*PLAIN, *row_sources.SUFFIXES)]:
-        raise UserError(f"{unknown[0]}: unknown kind of file; name {_KNOWN}")
+    files, known = row_sources.files(source, split, beside=PLAIN), (*PLAIN, *row_sources.SUFFIXES)
+    if unknown := [file for file in files if row_sources.suffix_of(file) not in known]:
+        raise UserError(f"{unknown[0]}: unknown kind of file; {', '.join(known)} are read, and {DOCSTRINGS!r}")
     return files
 
 

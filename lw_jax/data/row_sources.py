@@ -25,7 +25,6 @@ _SPLIT = re.compile(r"(?:train|valid|val|validation|dev|test)(?![a-z])", re.ASCI
 _SHARD = re.compile(r"(?:[-_.]\d+(?:-of-\d+)?(?:-[0-9a-f]{8,})?)?$")  # ends the name of one of several files
 _HUB_FORM = "hub:NAME[:CONFIG][:SPLIT][@REVISION]"
 _COMMAS = "name the files with commas between"
-_LOCAL = "a .jsonl, .json, .parquet or .arrow file, a folder of parquet or Arrow files or of datasets.save_to_disk"
 
 _T = TypeVar("_T")
 
@@ -132,18 +131,19 @@ def is_saved(path: Path) -> bool:
     return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
-def files(source: str, split: str, *, beside: Collection[str] = (), known: str = _LOCAL) -> list[Path]:
+def files(source: str, split: str, *, beside: Collection[str] = ()) -> list[Path]:
     """Returns the parquet and Arrow files of a source in the order of their names; of a folder those of one split.
 
     A split is what the name of a file or of a folder in it begins with, as the hub names them:
     data/validation-00000-of-00002.parquet. Without such names the folder is one table; it is one text where it has
-    files of the suffixes `beside`, too. `known` are the sources that a user may name.
+    files of the suffixes `beside`, too.
     """
     path, named = locate(source)
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise UserError(f"{path}: no such file or folder (seen from {Path.cwd()}); name {known}")
+        rule = f"name a file, a folder of them or of datasets.save_to_disk, or {_HUB_FORM}"
+        raise UserError(f"{path}: no such file or folder (seen from {Path.cwd()}); {rule}")
     matches = _walk(path, (*SUFFIXES, *beside))
     tables = [file for file in matches if suffix_of(file) in SUFFIXES]
     if tables and not beside and (unread := _walk(path, (".jsonl",))):
@@ -156,7 +156,7 @@ def files(source: str, split: str, *, beside: Collection[str] = (), known: str =
         return matches
     if not tables:
         wanted = ", ".join(SUFFIXES if named else (*SUFFIXES, *beside))
-        raise UserError(f"{path}: is a directory without {wanted} files; name {known}")
+        raise UserError(f"{path}: is a directory without {wanted} files; name another, or a file")
     splits = {file: _split_of(file.relative_to(path)) for file in tables}
     if not any(splits.values()) and not named:
         return tables
@@ -178,9 +178,7 @@ def suffix_of(file: Path) -> str:
 
 def _json_rows(path: Path, fields: Fields[_T], document: type[Any] | None) -> Iterator[tuple[str, Any]]:
     if path.suffix in (".csv", ".tsv"):
-        raise UserError(
-            f"{path}: a CSV file has neither types nor lists; write its rows as .jsonl or .parquet; name {_LOCAL}"
-        )
+        raise UserError(f"{path}: a CSV file has neither types nor lists; write its rows as .jsonl or .parquet")
     for where, row in rows.read(path, remedy=fields.remedy, document=document):
         yield where, fields.convert(row, where) if isinstance(row, dict) else row
 

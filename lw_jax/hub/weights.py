@@ -49,7 +49,6 @@ _BESIDE = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("generation_config.json", "chat_template.jinja", "additional_chat_templates/*.jinja"),
 )
-_STRANGE = "belongs to no known part of the model; it is of another kind than it says"
 
 Config = TypeVar("Config", DecoderConfig, BertConfig, TTTConfig)
 
@@ -147,20 +146,15 @@ def load_bert(location: Path, *, layers: int = 0) -> Tree:
             raise UserError(f"{stored.label} is the same as {catalogue[name].name}; keep one of the two")
         if name is not None:
             catalogue[name] = stored
-    slots = bert_family.tensor_map(cfg)
-    for name in sorted(catalogue.keys() - slots.keys()):
-        raise UserError(f"{catalogue[name].label} {_STRANGE}")
     shapes = bert.abstract(_keep(location, cfg, layers), jnp.float32)
-    return _fill(location, shapes, _match(location, catalogue, slots))
+    return _fill(location, shapes, _match(location, catalogue, bert_family.tensor_map(cfg)))
 
 
 def load_ttt(location: Path, *, shardings: Tree | None = None) -> Tree:
     """Loads a TTT model of the authors' layout as `ttt.abstract`, in fp32; arguments and refusals as in `load`."""
     cfg = describe_ttt(location)
-    slots, catalogue = ttt_family.tensor_map(cfg), list_tensors(location)
-    for name in sorted(catalogue.keys() - slots.keys()):
-        _refuse_unknown(catalogue[name], catalogue, cfg)
-    return _fill(location, ttt.abstract(cfg), _match(location, catalogue, slots), shardings=shardings)
+    sources = _match(location, list_tensors(location), ttt_family.tensor_map(cfg), tied=cfg.tied)
+    return _fill(location, ttt.abstract(cfg), sources, shardings=shardings)
 
 
 def _keep(location: Path, cfg: Config, layers: int) -> Config:
@@ -179,18 +173,12 @@ def _fill(
     packed: str = "",
 ) -> Tree:
     """Reads every leaf of a tree of shapes, tensor by tensor, into its shards; a packed matrix counts as one leaf."""
-    tree: dict[str, Any] = {}
     leaves = jax.tree_util.tree_leaves_with_path(shapes, is_leaf=_is_packed)
     what = f"loading {location.name}" + (f", its matrices stored as {packed}" if packed in quant.PACKED else "")
     with phase(what, sum(len(_layers(key[0].key, leaf)) for key, leaf in leaves), "tensors") as done:
 
-        def count(tensor: Tree) -> Tree:
-            done.advance()
-            return tensor
-
-        for key, leaf in leaves:
+        def fill(key: Any, leaf: Tree, target: Tree | None = None) -> Tree:
             path = tuple(str(part.key) for part in key)
-            target = functools.reduce(lambda node, name: node[name], path, shardings) if shardings is not None else None
             order, stacked, layers = row_order(path), path[0] == "layers", _layers(path[0], leaf)
             struct = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), leaf) if stacked else leaf
             reused = stacked and not _is_packed(struct)
@@ -199,10 +187,14 @@ def _fill(
                 functools.partial(_read_leaf, sources[path, layer], struct, order, packed, buffers[i % len(buffers)])
                 for i, layer in enumerate(layers)
             ]
-            parent = functools.reduce(lambda node, name: node.setdefault(name, {}), path[:-1], tree)
-            values = map(count, _ahead(tensors) if len(buffers) > 1 else (read() for read in tensors))
-            parent[path[-1]] = _stack(values, leaf, target) if stacked else _put(next(values), target)
-    return tree
+            values = done.track(_ahead(tensors) if len(buffers) > 1 else (read() for read in tensors))
+            if stacked:
+                return _stack(values, leaf, target)
+            (value,) = values
+            return _put(value, target)
+
+        placed = [shapes] if shardings is None else [shapes, shardings]
+        return jax.tree_util.tree_map_with_path(fill, *placed, is_leaf=_is_packed)
 
 
 def _layers(part: str, leaf: Tree) -> Sequence[int | None]:
@@ -283,9 +275,7 @@ def _sources(location: Path, cfg: DecoderConfig, *, is_awq: bool) -> dict[Place,
     if is_awq and not _read_json(location / "config.json").get("quantization_config"):
         raise UserError(f"{location}/config.json: no quantization_config, which AWQ matrices need")
     triples = awq.match(location, catalogue, slots) if is_awq else {}
-    for name in sorted(catalogue.keys() - slots.keys()):
-        _refuse_unknown(catalogue[name], catalogue, cfg)
-    return {**_match(location, catalogue, slots), **triples}
+    return {**_match(location, catalogue, slots, tied=cfg.tied), **triples}
 
 
 def _split(stored: Stored, slots: Mapping[str, families.Slot]) -> Iterator[Stored]:
@@ -308,7 +298,12 @@ def _split(stored: Stored, slots: Mapping[str, families.Slot]) -> Iterator[Store
         begin += count
 
 
-def _match(location: Path, catalogue: Mapping[str, Stored], slots: Mapping[str, families.Slot]) -> dict[Place, Stored]:
+def _match(
+    location: Path, catalogue: Mapping[str, Stored], slots: Mapping[str, families.Slot], *, tied: bool = False
+) -> dict[Place, Stored]:
+    """Returns the stored tensor of each place; refuses a wrong or missing one, and one that has no place."""
+    for name in sorted(catalogue.keys() - slots.keys()):
+        _refuse_unknown(catalogue[name], catalogue, tied)
     if missing := sorted(slots.keys() - catalogue.keys()):
         raise UserError(f"{location}: tensor {missing[0]} is missing ({len(missing)} in all); fetch the model again")
     for name, slot in slots.items():
@@ -322,12 +317,12 @@ def _match(location: Path, catalogue: Mapping[str, Stored], slots: Mapping[str, 
     return {(slot.path, slot.layer): catalogue[name] for name, slot in slots.items()}
 
 
-def _refuse_unknown(stored: Stored, catalogue: Mapping[str, Stored], cfg: DecoderConfig | TTTConfig) -> None:
+def _refuse_unknown(stored: Stored, catalogue: Mapping[str, Stored], tied: bool) -> None:
     if stored.name.endswith(("rotary_emb.inv_freq", ".token_idx")) or stored.name == "rope_freqs.weight":
         return  # follows from the configuration; `describe` has checked the second
     embed = catalogue.get("model.embed_tokens.weight")
-    if stored.name != "lm_head.weight" or not cfg.tied or embed is None:
-        raise UserError(f"{stored.label} {_STRANGE}")
+    if stored.name != "lm_head.weight" or not tied or embed is None:
+        raise UserError(f"{stored.label} belongs to no known part of the model; it is of another kind than it says")
     if not same_values(stored, embed):
         raise UserError(
             f"{stored.label} differs from the embedding although tie_word_embeddings is true; "
