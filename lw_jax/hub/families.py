@@ -20,7 +20,7 @@ from lw_jax.models.decoder import DecoderConfig, abstract
 from lw_jax.models.rotary import LongRope
 
 Fields = Mapping[str, Any]
-DEFAULT_THETA = 10000.0  # of files that state none, as Llama 2's
+DEFAULT_THETA = 10000.0  # of files that state none, as Llama 2's and older .gguf
 
 _REQUIRED = config_json.names(Decoder, required=True)
 _HANDLED = _REQUIRED | {

@@ -11,7 +11,8 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.schema import Size
 from lw_jax.hub import config_json, rope_fields
 from lw_jax.hub.config_json import Layers, Positive
-from lw_jax.hub.families import TENSORS, Slot, list_slots
+from lw_jax.hub.families import DEFAULT_THETA, TENSORS, Slot, list_slots
+from lw_jax.hub.tensor_files import Stored, read_tensor
 from lw_jax.models.decoder import DecoderConfig, abstract
 from lw_jax.models.rotary import Llama3Scaling, llama3_factors
 
@@ -36,7 +37,6 @@ class _Fields(msgspec.Struct, frozen=True):
 
 
 _KNOWN = config_json.names(_Fields) | _MUST_EQUAL.keys() | {"vocab_size"}
-_DEFAULT_THETA = 10000.0  # what the format's readers assume when rope.freq_base is absent
 _FACTOR_TOLERANCE = 1e-4  # relative; the file holds them as fp32
 
 
@@ -57,20 +57,8 @@ def row_order(cfg: DecoderConfig, architecture: str, path: tuple[str, ...]) -> n
     return np.arange(heads * cfg.head_dim).reshape(heads, 2, cfg.head_dim // 2).swapaxes(1, 2).reshape(-1)
 
 
-def hf_fields(
-    metadata: Mapping[str, Any],
-    tensors: Mapping[str, tuple[int, ...]],
-    *,
-    rope_factors: np.ndarray | None = None,
-    where: str = "GGUF file",
-) -> dict[str, Any]:
+def hf_fields(metadata: Mapping[str, Any], tensors: Mapping[str, Stored], *, where: str) -> dict[str, Any]:
     """Returns a GGUF file's configuration in Hugging Face fields, for `decoder_config`.
-
-    Args:
-        metadata: the file's key-value fields.
-        tensors: shape of every tensor by name.
-        rope_factors: values of `rope_freqs.weight` (Llama 3.1 and later), None when the file has no such tensor.
-        where: the file, for messages.
 
     Raises:
         UserError: another architecture, a part of a split model, or a field that changes the mathematics.
@@ -94,7 +82,7 @@ def hf_fields(
         raise UserError(f"{where}: tensor token_embd.weight is missing; convert the model again")
     stated = config_json.check(stored, _Fields, f"{where}: {arch}")
     head_dim = _head_dim(stated, where)
-    theta = _DEFAULT_THETA if stated.freq_base is None else stated.freq_base
+    theta = stated.freq_base or DEFAULT_THETA
     return {
         "model_type": arch,
         "num_hidden_layers": stated.block_count,
@@ -103,11 +91,11 @@ def hf_fields(
         "intermediate_size": stated.feed_forward_length,
         "num_attention_heads": stated.head_count,
         "rms_norm_eps": stated.epsilon,
-        "vocab_size": tensors["token_embd.weight"][0],
+        "vocab_size": tensors["token_embd.weight"].shape[0],
         "num_key_value_heads": stated.head_count_kv or stated.head_count,
         "head_dim": head_dim,
         "tie_word_embeddings": "output.weight" not in tensors,
-        "rope_parameters": _rope(rope_factors, theta, head_dim, where),
+        "rope_parameters": _rope(tensors.get("rope_freqs.weight"), theta, head_dim, where),
     }
 
 
@@ -123,9 +111,11 @@ def _head_dim(stated: _Fields, where: str) -> int:
     return next(iter(fields.values()), stated.embedding_length // stated.head_count)
 
 
-def _rope(factors: np.ndarray | None, theta: float, head_dim: int, where: str) -> dict[str, Any]:
-    if factors is None:
+def _rope(stored: Stored | None, theta: float, head_dim: int, where: str) -> dict[str, Any]:
+    """Returns the rotary fields; files of Llama 3.1 and later have a tensor of frequency factors."""
+    if stored is None:
         return {"rope_type": "default", "rope_theta": theta}
+    factors = read_tensor(stored, np.float32)
     # The format keeps only the per-frequency divisors; all published Llama 3.x share the other three numbers, and
     # whether these divisors follow from them is checked.
     scaling = Llama3Scaling(

@@ -58,15 +58,9 @@ def describe(location: Path) -> DecoderConfig:
     if location.is_dir():
         file = location / "config.json"
         return families.decoder_config(_read_json(file), where=str(file))
-    catalogue, metadata = list_tensors(location), read_header(location).metadata
-    factors = catalogue.get("rope_freqs.weight")
-    fields = gguf_family.hf_fields(
-        metadata,
-        {name: stored.shape for name, stored in catalogue.items()},
-        rope_factors=None if factors is None else read_tensor(factors, np.float32),
-        where=str(location),
-    )
-    return families.decoder_config(fields, where=str(location))
+    tensors, where = list_tensors(location), str(location)
+    fields = gguf_family.hf_fields(read_header(location).metadata, tensors, where=where)
+    return families.decoder_config(fields, where=where)
 
 
 def model_type(location: Path) -> str:
