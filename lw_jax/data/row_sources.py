@@ -225,7 +225,7 @@ def _walk(folder: Path, suffixes: Collection[str] = SUFFIXES) -> list[Path]:
 
 def _split_of(file: Path) -> str:
     """Returns the split that the name of a file, or of the nearest folder, begins with; else an empty string."""
-    for name in (file.stem, *file.parts[-2::-1]):
+    for name in (Path(file.name.removesuffix(".gz")).stem, *file.parts[-2::-1]):
         if _SPLIT.match(name):
             return _SHARD.sub("", name)
     return ""

@@ -67,7 +67,7 @@ def test_folder_is_read_in_the_order_of_names_at_any_depth(tmp_path):
 
 
 def test_folder_of_several_splits_that_are_not_tables_alone_is_refused(tmp_path):
-    for name in ("train.jsonl", "train-2.jsonl", "test.jsonl"):
+    for name in ("train.jsonl", "train-2.jsonl.gz", "train-3.jsonl.gz", "test.jsonl"):
         write_rows(tmp_path / name, [name])
         if name != "test.jsonl":
             assert len(texts(tmp_path)) == len(list(tmp_path.iterdir()))
