@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SAMPLE_BYTES = 4096
-_FETCH = "fetch the file again"
 # What may stand beside a model's config.json and tensors: patterns of an earlier model's files.
 _BESIDE = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
@@ -56,8 +55,7 @@ Config = TypeVar("Config", DecoderConfig, BertConfig, TTTConfig)
 def describe(location: Path) -> DecoderConfig:
     """Returns the configuration of a model folder or .gguf file, no weights; raises as `families.decoder_config`."""
     if location.is_dir():
-        file = location / "config.json"
-        return families.decoder_config(_read_json(file), where=str(file))
+        return families.decoder_config(_read_config(location), where=str(location / "config.json"))
     tensors, where = list_tensors(location), str(location)
     fields = gguf_family.hf_fields(read_header(location).metadata, tensors, where=where)
     return families.decoder_config(fields, where=where)
@@ -66,7 +64,7 @@ def describe(location: Path) -> DecoderConfig:
 def model_type(location: Path) -> str:
     """Returns the family of a model folder or .gguf file, one of `families.FAMILIES`, once `describe` has read it."""
     if location.is_dir():
-        return _read_json(location / "config.json")["model_type"]
+        return _read_config(location)["model_type"]
     return read_header(location).metadata["general.architecture"]
 
 
@@ -74,8 +72,7 @@ def describe_bert(location: Path) -> BertConfig:
     """Returns the configuration of a BERT-class encoder's folder, no weights; raises as `bert_family.bert_config`."""
     if not location.is_dir():
         raise UserError(f"{location}: a BERT-class body is a folder with config.json and *.safetensors; name one")
-    file = location / "config.json"
-    return bert_family.bert_config(_read_json(file), where=str(file))
+    return bert_family.bert_config(_read_config(location), where=str(location / "config.json"))
 
 
 def is_ttt(location: Path) -> bool:
@@ -84,15 +81,14 @@ def is_ttt(location: Path) -> bool:
 
 def describe_ttt(location: Path) -> TTTConfig:
     """Returns the configuration of a TTT model's folder, no weights; raises as `ttt_family.ttt_config`."""
-    file = location / "config.json"
-    return ttt_family.ttt_config(_read_json(file), where=str(file))
+    return ttt_family.ttt_config(_read_config(location), where=str(location / "config.json"))
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        return schema.read(file, dict[str, Any], remedy=_FETCH)
+        return schema.read(folder / "config.json", dict[str, Any], remedy="fetch the file again")
     except FileNotFoundError as error:
-        raise UserError(f"{file.parent}: no config.json; name a model folder, or the .gguf file itself") from error
+        raise UserError(f"{folder}: no config.json; name a model folder, or the .gguf file itself") from error
 
 
 def load(
@@ -266,7 +262,7 @@ def _sources(location: Path, cfg: DecoderConfig, *, is_awq: bool) -> dict[Place,
     if any(name.endswith(".qweight") for name in catalogue) != is_awq:
         fault = "no AWQ matrices: store it as nf4" if is_awq else "AWQ matrices: set this model's weights to 'awq'"
         raise UserError(f"{location} has {fault}")
-    if is_awq and not _read_json(location / "config.json").get("quantization_config"):
+    if is_awq and not _read_config(location).get("quantization_config"):
         raise UserError(f"{location}/config.json: no quantization_config, which AWQ matrices need")
     triples = awq.match(location, catalogue, slots) if is_awq else {}
     return {**_match(location, catalogue, slots, tied=cfg.tied), **triples}
