@@ -20,9 +20,8 @@ from lw_jax.core import schema
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import content_hash, locked, whole
 from lw_jax.core.progress import phase
-from lw_jax.data import documents
+from lw_jax.data import documents, row_sources
 from lw_jax.data.documents import Piece
-from lw_jax.data.row_sources import Unreachable
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, marked
 
 FORMAT = 3  # of the ids' file, and of how documents are cut and joined
@@ -114,10 +113,10 @@ def pack(
         UserError: what `documents.read` refuses, a source without text, a folder that cannot be written, or a damaged
             corpus.
     """
-    name = documents.name(source, split, columns)
+    name = " ".join([source if split == "train" else row_sources.label(source, split), *columns])
     try:
         identity = documents.identify(source, split, columns)
-    except Unreachable as error:
+    except row_sources.Unreachable as error:
         folder = _last_packed(root / "corpus", name, tokenizer)
         if folder is None:
             raise

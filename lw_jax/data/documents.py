@@ -85,11 +85,6 @@ def identify(source: str, split: str = "train", columns: Sequence[str] = ()) -> 
     return [*map(list, zip(names, hashes, strict=True)), *selection]
 
 
-def name(source: str, split: str, columns: Sequence[str]) -> str:
-    """Returns a source with the split and the columns that are read, where it is not a source's train and its text."""
-    return " ".join([source if split == "train" else row_sources.label(source, split), *columns])
-
-
 # --- files
 
 

@@ -81,7 +81,6 @@ class Decoder(msgspec.Struct, frozen=True):
     partial_rotary_factor: Share | None = None
     original_max_position_embeddings: Size | None = None
     sliding_window: schema.Index | None = None
-    max_window_layers: schema.Index | None = None
     layer_types: tuple[str, ...] | None = None
     quantization_config: Packing | None = None
 
