@@ -304,12 +304,12 @@ def write_gguf(path, cfg, arch, *, change=lambda name, value: value, fields=lamb
         writer.add_array("tokenizer.ggml.tokens", ["a", "ü", ""])
         fields(writer)
         for name, (path_, layer, shape) in gguf_family.tensor_map(cfg).items():
-            leaf = params[path_[0]] if layer is None else params[path_[0]][path_[1]]
-            value = np.array(leaf if layer is None else leaf[layer]).reshape(shape)
+            leaf = params[path_[0]] if layer is None else params[path_[0]][path_[1]][layer]
+            value = leaf.reshape(shape)
             quantised = path_[-1] in STORED_QUANTISED
             if quantised:
                 value = dequantize(quantize(value, QUANTISED), QUANTISED)
-                (leaf if layer is None else leaf[layer])[...] = value.reshape(leaf.shape[0 if layer is None else 1 :])
+                leaf[...] = value.reshape(leaf.shape)
             if arch == "llama" and path_[-1] in ("q", "k"):
                 halves = value.reshape(-1, 2, cfg.head_dim // 2, cfg.width)
                 value = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(shape)
