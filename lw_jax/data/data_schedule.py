@@ -106,9 +106,9 @@ class DataSchedule:
         """Returns rows `share` of a global batch; a function of its arguments alone."""
         phase, stream, before = self._place(number)
         encoded, order = self.streams[stream], self._order(stream, seed)
-        indices = [int(order[before * global_batch + row] or 0) for row in range(global_batch)]
+        indices = [int(order[before * global_batch + row] or 0) for row in range(global_batch)[share]]
         sizes = _draw(phase, global_batch, np.random.default_rng([seed, number]))
-        return phase.mark(encoded.collate(indices[share], sizes=sizes[share]))
+        return phase.mark(encoded.collate(indices, sizes=sizes[share]))
 
     def _order(self, stream: int, seed: int) -> grain.MapDataset:
         """Returns a stream's examples without end, shuffled anew each epoch."""
