@@ -1,6 +1,7 @@
 """Held-out texts of a cache wire's start: the steps of its messages' numbers, and answers from the messages."""
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from lw_jax.evals.control_rows import ANSWER
 from lw_jax.models import cache_codec, cache_message, kv_prefix
 from lw_jax.models.cache_choice import Reading
 from lw_jax.models.cache_codec import Coding, Section, Statistics
-from lw_jax.models.cache_message import Sent
+from lw_jax.models.cache_message import Sent, Wanted
 from lw_jax.models.kv_prefix import Sizes
 from lw_jax.models.wire import Prompt
 from sharding import place
@@ -116,9 +117,10 @@ class HeldOut:
         `step`: a first guess.
         """
         by_step: dict[np.float32, list[Sent]] = {}  # without biases
+        wanted = [self._want(batch, ratio, fitted) for batch in self._batches]
 
         def write(step: float) -> tuple[np.ndarray, Callable[[], list[Section]]]:
-            by_step[np.float32(step)] = sent = [self._solve(batch, ratio, step, fitted) for batch in self._batches]
+            by_step[np.float32(step)] = sent = list(map(functools.partial(self._solve, step), self._batches, wanted))
             rows = [
                 row[:length]
                 for one, batch in zip(sent, self._batches, strict=True)
@@ -165,11 +167,15 @@ class HeldOut:
             per_batch.append([np.asarray(scores[key], np.float64)[batch.valid] for key in Answers._fields])
         return Answers(*map(np.concatenate, zip(*per_batch, strict=True)))
 
-    def _solve(self, batch: _Batch, ratio: int, step: float, fitted: bool) -> Sent:
-        """Returns what is sent of a batch of texts, without biases."""
+    def _want(self, batch: _Batch, ratio: int, fitted: bool) -> Wanted:
         count = cache_functions.count_kept(self.code, np.where(batch.valid, batch.lengths, 0), ratio)
-        steps = np.full(len(batch.mask), step, np.float32)
         wanted = self.functions.want(batch.reading, count, self.name, self._sizes(batch) if fitted else None)
+        text = batch.reading.text  # not a second time in memory: it is there for all trials
+        return wanted._replace(text=text._replace(v=wanted.text.v) if fitted else text)
+
+    def _solve(self, step: float, batch: _Batch, wanted: Wanted) -> Sent:
+        """Returns what is sent of a batch of texts, without biases."""
+        steps = np.full(len(batch.mask), step, np.float32)
         numbers, kept = self.functions.solve(self.code, wanted, steps, self.name), np.asarray(wanted.kept)
         return Sent(np.asarray(numbers), kept, np.zeros(kept.shape, np.float32), steps, batch.mask)
 
