@@ -1,4 +1,4 @@
-"""Numbers of a cache by importance-weighted least squares: a dense solution, all neighbours, projection, padding."""
+"""Numbers of a cache by importance-weighted least squares: a dense solution, all neighbours, padding."""
 
 import itertools
 
@@ -20,6 +20,7 @@ def problem():
     """A code, a text whose second row is padded, and squared attention to its keys."""
     keys = jax.random.split(jax.random.key(0), 6)
     basis = jnp.linalg.qr(jax.random.normal(keys[0], (2 * LAYERS * HEADS * SIZE, WIDTH)))[0].T
+    basis = basis.at[: WIDTH // 2].multiply(1.7)  # training makes some directions longer
     mean = jax.random.normal(keys[1], (2, LAYERS, HEADS, SIZE))
     code = cache_code.Code(mean, jax.random.uniform(keys[2], (2, LAYERS), minval=0.5, maxval=2.0), basis)
     k, v = (2 * jax.random.normal(key, (LAYERS, ROWS, TOKENS, HEADS, SIZE)) for key in keys[3:5])
@@ -43,12 +44,6 @@ def solve(problem, weights, step, sweeps=MANY):
 
 def variances():
     return jnp.linspace(2.0, 0.1, WIDTH)
-
-
-def test_weights_of_1_give_the_projection(problem):
-    code, kv, power = problem
-    found = solve(problem, jnp.ones(power.shape), FINE)
-    np.testing.assert_allclose(found * FINE, cache_code.write(code, kv), atol=FINE)
 
 
 def test_numbers_in_fine_steps_are_the_dense_weighted_least_squares(problem):
@@ -99,14 +94,6 @@ def test_pieces_of_tokens_give_the_same_numbers(problem, monkeypatch):
     whole = solve(problem, weights, 0.5)
     monkeypatch.setitem(cache_code._PIECE_BYTES, "cpu", 3 * 4 * WIDTH**2)  # of 10 tokens 3, the last piece not full
     np.testing.assert_array_equal(solve(problem, weights, 0.5), whole)
-
-
-def test_numbers_of_a_basis_that_training_made_longer_are_those_of_the_same_directions(problem):
-    code, kv, power = problem
-    weights, longer = jnp.ones(power.shape), code._replace(basis=code.basis.at[: WIDTH // 2].multiply(1.7))
-    found = solve((longer, kv, power), weights, FINE) * FINE
-    wanted = solve(problem, weights, FINE) * FINE
-    np.testing.assert_allclose(found[..., : WIDTH // 2] * 1.7, wanted[..., : WIDTH // 2], atol=4 * FINE)
 
 
 def cases(problem, weights):
