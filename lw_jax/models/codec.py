@@ -28,7 +28,7 @@ from lw_jax.core.validation import MOST_VALUES
 
 MAGIC = b"LWJX"
 VERSION = 1
-LARGEST = 2**16 - 1  # slots or width that the frame can name
+LARGEST = 2**16 - 1  # slots that the frame can name
 RMS_TOLERANCE = 0.01  # of a slot's RMS from 1: far above rounding, far below what would cost precision
 EPSILON = 1e-12  # under a mean square: keeps an all-zero slot zero and its gradient finite
 _READS = ", ".join(map(str, BITS))
@@ -215,12 +215,10 @@ def _hadamard(width: int) -> np.ndarray:
     """Returns orthonormal Walsh-Hadamard matrices of the width's binary digits, largest first, along a diagonal."""
     total, start = np.zeros((width, width)), 0
     for digit in reversed(range(width.bit_length())):
-        if width >> digit & 1:
-            block = np.ones((1, 1))
-            for _ in range(digit):
-                block = np.kron(block, np.array([[1.0, 1.0], [1.0, -1.0]]))
-            size = len(block)
-            total[start : start + size, start : start + size] = block / math.sqrt(size)
+        if size := width & 1 << digit:
+            places = np.arange(size)
+            odd = np.bitwise_count(places[:, None] & places) % 2
+            total[start : start + size, start : start + size] = (1.0 - 2.0 * odd) / math.sqrt(size)
             start += size
     return total
 
@@ -228,12 +226,10 @@ def _hadamard(width: int) -> np.ndarray:
 def _check_values(values: np.ndarray, bits: int) -> None:
     if bits not in BITS:
         raise UserError(f"bits={bits}: a value takes {_READS} bits; choose one of them")
-    if values.ndim != 2 or not all(1 <= size <= LARGEST for size in values.shape):
-        raise UserError(f"latents of shape {values.shape}: a message has 1 to {LARGEST} slots of 1 to {WIDEST} values")
-    if values.shape[1] > WIDEST or values.size > MOST_VALUES:
-        raise UserError(
-            f"latents of shape {values.shape}: a message has {WIDEST} values a slot and {MOST_VALUES} at most"
-        )
+    sizes = zip(values.shape, (LARGEST, WIDEST), strict=False)
+    if values.ndim != 2 or not all(1 <= size <= most for size, most in sizes) or values.size > MOST_VALUES:
+        rule = f"1 to {LARGEST} slots of 1 to {WIDEST} values, {MOST_VALUES} in all"
+        raise UserError(f"latents of shape {values.shape}: a message has {rule}")
     _check_rms(values, "latents", "a message has no scales, so each slot must have RMS 1; divide it by its RMS")
 
 
