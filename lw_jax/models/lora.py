@@ -65,11 +65,6 @@ def match(targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return matches
 
 
-def everywhere(rank: int) -> Lora:
-    """Returns pairs beside every matrix, alpha twice the rank, without dropout."""
-    return Lora(rank, 2.0 * rank, 0.0, tuple(MODULES))
-
-
 def make(*, rank: int, dropout: float, targets: Sequence[str]) -> Lora:
     """Returns the adapters of a configuration, alpha twice the rank; raises as `match` does."""
     matched = {name for names in match(targets).values() for name in names}

@@ -51,7 +51,7 @@ class LatentWire(WireReaders):
             window=encoder.window,
             body=self._describe_body(),
             precision=arithmetic,
-            pairs=lora.everywhere(encoder.rank) if encoder.rank else None,
+            pairs=lora.make(rank=encoder.rank, dropout=0.0, targets=(".*",)) if encoder.rank else None,
             taps=encoder.states,
             causal=encoder.mask == "causal",
         )
