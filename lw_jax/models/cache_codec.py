@@ -107,13 +107,13 @@ def fingerprint(code: Iterable[np.ndarray], rates: Sequence[Statistics], tables:
 
 def pack(sections: Sequence[tuple[Coding, Section]], *, writer: str) -> bytes:
     """Returns the message of a text for the readers with these codes. `writer`: a fingerprint, 16 hex digits."""
-    names = [_digits("fingerprint of a reader's code", coding.fingerprint) for coding, _ in sections]
+    names = [bytes.fromhex(coding.fingerprint) for coding, _ in sections]
     if not sections or len(set(names)) < len(names) or len(names) > 255:
         raise UserError(f"a message for readers {[name.hex() for name in names]}: it needs 1 to 255, each once")
     parts = [_pack_section(*pair) for pair in sections]
     entries = b"".join(_ENTRY.pack(name, len(part)) for name, part in zip(names, parts, strict=True))
     body = entries + b"".join(parts)
-    head = (MAGIC, VERSION, len(parts), _digits("writer", writer))
+    head = (MAGIC, VERSION, len(parts), bytes.fromhex(writer))
     return _FRAME.pack(*head, zlib.crc32(_FRAME.pack(*head, 0) + body)) + body
 
 
@@ -251,13 +251,6 @@ def _check_sizes(coding: Coding, statistics: Statistics, shape: tuple[int, ...],
         raise UserError(
             f"message of ratios {ratios}, the reader's code has {sorted(coding.tables)}: write its text anew"
         )
-
-
-def _digits(label: str, digits: str) -> bytes:
-    raw = bytes.fromhex(digits)
-    if len(raw) != 8:
-        raise UserError(f"{label} {digits!r}: 16 hex digits are needed")
-    return raw
 
 
 def _pairs(statistics: Statistics) -> Iterator[tuple[int, int]]:

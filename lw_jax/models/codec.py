@@ -28,7 +28,6 @@ from lw_jax.core.validation import MOST_VALUES
 
 MAGIC = b"LWJX"
 VERSION = 1
-LARGEST = 2**16 - 1  # slots that the frame can name
 RMS_TOLERANCE = 0.01  # of a slot's RMS from 1: far above rounding, far below what would cost precision
 EPSILON = 1e-12  # under a mean square: keeps an all-zero slot zero and its gradient finite
 _READS = ", ".join(map(str, BITS))
@@ -50,11 +49,12 @@ def framed_bytes(slots: int, width: int, bits: int) -> int:
 
 
 def pack(latents: np.ndarray, *, bits: int, encoder: str) -> bytes:
-    """Returns the message of latents [m w] of unit RMS; `encoder` is the encoder's fingerprint, 16 hex digits."""
+    """Returns the message of latents [m w]; `encoder` is the encoder's fingerprint, 16 hex digits.
+
+    Raises UserError where a slot's RMS is not 1.
+    """
     values = np.asarray(latents, np.float32)
-    _check_values(values, bits)
-    if len(bytes.fromhex(encoder)) != 8:
-        raise UserError(f"encoder={encoder!r}: a message has 16 hex digits as the encoder's fingerprint")
+    _check_rms(values, "latents", "a message has no scales, so each slot must have RMS 1; divide it by its RMS")
     if bits == 16:
         payload = values.astype("<f2").tobytes()
     else:
@@ -221,16 +221,6 @@ def _hadamard(width: int) -> np.ndarray:
             total[start : start + size, start : start + size] = (1.0 - 2.0 * odd) / math.sqrt(size)
             start += size
     return total
-
-
-def _check_values(values: np.ndarray, bits: int) -> None:
-    if bits not in BITS:
-        raise UserError(f"bits={bits}: a value takes {_READS} bits; choose one of them")
-    sizes = zip(values.shape, (LARGEST, WIDEST), strict=False)
-    if values.ndim != 2 or not all(1 <= size <= most for size, most in sizes) or values.size > MOST_VALUES:
-        rule = f"1 to {LARGEST} slots of 1 to {WIDEST} values, {MOST_VALUES} in all"
-        raise UserError(f"latents of shape {values.shape}: a message has {rule}")
-    _check_rms(values, "latents", "a message has no scales, so each slot must have RMS 1; divide it by its RMS")
 
 
 def _check_rms(values: np.ndarray, what: str, rule: str) -> None:

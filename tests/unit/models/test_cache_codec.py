@@ -290,7 +290,6 @@ def test_numbers_in_all_are_bounded(monkeypatch):
         ([(CODING, Section(np.full((2, 2), cache_codec.LARGEST + 1), STEP))], str(cache_codec.LARGEST)),
         ([(CODING, Section(draw(2), 0.3))], "0.3"),
         ([(CODING, section()), (CODING, section())], READER),
-        ([(CODING._replace(fingerprint="ab"), section())], "16 hex"),
         ([(CODING, section()._replace(ratios=(4, 2)))], r"\(4, 2\)"),
     ],
 )

@@ -1,7 +1,6 @@
 """Latents as a message: sizes to the byte, errors to the Gaussian figures, and every refusal by name."""
 
 import math
-import re
 import struct
 import zlib
 
@@ -190,18 +189,12 @@ def test_empty_slots_are_sent_as_zeros_with_finite_gradients():
 # --- refusals ---
 
 
-@pytest.mark.parametrize(
-    ("values", "given", "named"),
-    [
-        *((draw(5, WIDTH) * np.array([[1], [1], [x], [1], [1]], np.float32), {}, "slot 2") for x in (0, 0.9, np.nan)),
-        *((np.ones(one, np.float32), {}, re.escape(str(one))) for one in ((0, 5), (5,), (2, 3, 5), (2**16, 1))),
-        (draw(SLOTS, WIDTH), {"bits": 3}, "bits=3"),
-        (draw(SLOTS, WIDTH), {"encoder": ENCODER * 2}, f"encoder='{ENCODER * 2}"),
-    ],
-)
-def test_what_a_frame_cannot_say_is_not_written(values, given, named):
-    with pytest.raises(UserError, match=named):
-        codec.pack(values, **{"bits": 8, "encoder": ENCODER} | given)
+@pytest.mark.parametrize("size", [0, 0.9, np.nan])
+def test_a_slot_of_another_size_is_not_written(size):
+    values = draw(5, WIDTH)
+    values[2] *= size
+    with pytest.raises(UserError, match="slot 2"):
+        codec.pack(values, bits=8, encoder=ENCODER)
 
 
 @pytest.mark.parametrize("bits", [16, 2])
