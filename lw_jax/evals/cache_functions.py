@@ -10,7 +10,7 @@ from lw_jax.core.compiling import jitted
 from lw_jax.core.types import Tree
 from lw_jax.evals.wire_functions import WireFunctions, scores_of
 from lw_jax.losses import token_losses
-from lw_jax.models import cache_choice, cache_code, cache_message, decoder, kv_prefix, rotary
+from lw_jax.models import cache_choice, cache_code, cache_message, decoder, kv_prefix
 from lw_jax.models.cache_choice import Reading
 from lw_jax.models.cache_message import Sent, Wanted
 from lw_jax.models.decoder import SharedPrefix
@@ -149,11 +149,6 @@ class CacheFunctions(WireFunctions):
         """Returns `score` of answers' logits, and "kl" [b], their summed divergence from those behind the text."""
         divergence = jnp.sum(token_losses.token_kl(text, logits) * fields["weights"], axis=1)
         return scores_of(logits, fields) | {"kl": divergence}
-
-    def packs(self, name: str) -> bool:
-        """Returns whether a reader can have a message's keys without what stands between them (`open_packed`)."""
-        config = self.wire.readers[name].config
-        return not config.window and not isinstance(config.rope_scaling, rotary.LongRope)
 
 
 def _choose(reading: Reading, count: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from lw_jax.data.prompt_tokens import Layout
 from lw_jax.evals import cache_functions, cache_rows
 from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.inference.answering import Answering
-from lw_jax.models import cache_codec, cache_message, decoder, wire
+from lw_jax.models import cache_codec, cache_message, decoder, kv_prefix, wire
 from lw_jax.models.cache_codec import Coding, Section
 from lw_jax.recipes.cache_wire import CacheWire
 from sharding import place
@@ -151,7 +151,7 @@ class CodedWire(Answering):
         filled = opened + opened[-1:] * (len(fields["after"]["mask"]) - len(opened))
         ratios = [self._ratio_of(section) for section in filled]
         sent = cache_message.of_sections(filled, ratios, width, columns)
-        if whole or not self.functions.packs(reader):
+        if whole or not kv_prefix.takes_packed(self.recipe.wire.readers[reader].config):
             return self.functions.prompt_from_cache(params, code, fields, sent, reader)
         sizes = cache_functions.sizes_of(code, columns, min(ratios))
         return self.functions.prompt_packed(params, code, fields, sent, reader, sizes)

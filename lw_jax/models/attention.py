@@ -1,7 +1,7 @@
 """Grouped-query attention: JAX's own, one of bf16 products for a CPU, and one behind keys of each head's own number."""
 
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,31 +76,23 @@ def attention_behind(  # noqa: PLR0913
 ) -> Float[Array, "b t h e"]:
     """`attention` with one softmax over `packed`, of which a query sees those of its head, and the keys k.
 
-    The two are never joined in one array: only their largest scores, sums and outputs meet. All heads' scores of the
-    packed keys are computed, so that one product serves heads of all lengths.
+    The two are never joined in one array. All heads' scores of the packed keys are computed, so that one product serves
+    heads of all lengths.
     """
     narrow, queries, scale = factors or q.dtype, _rows(q, k.shape[2]), q.shape[-1] ** -0.5
-    keys, values = (x.swapaxes(1, 2) for x in (k, v))
-    seen = jnp.tile(mask, (1, 1, queries.shape[2] // mask.shape[2], 1))
-    scores = jnp.where(seen, scale * multiply("bkte,bkse->bkts", queries, keys, factors=narrow), LEAST)
-    local = _partial(scores, values, narrow)
     rows, heads, count, width = queries.shape
-    scores = scale * multiply("bte,bse->bts", queries.reshape(rows, -1, width), packed.k, factors=narrow)
-    scores = (scores + packed.bias.astype(jnp.float32)[:, None]).reshape(rows, heads, count, -1)
-    scores = jnp.where((packed.head[None] == jnp.arange(heads)[:, None])[None, :, None], scores, LEAST)
-    before = _partial(scores.reshape(rows, 1, heads * count, -1), packed.v[:, None], narrow)
-    before = tuple(part.reshape(rows, heads, count, -1) for part in before)
-    top = jnp.maximum(local[0], before[0])
-    first, second = (jnp.exp(part[0] - top) for part in (local, before))
-    summed, out = (a * first + b * second for a, b in zip(local[1:], before[1:], strict=True))
+    keys, values = (x.swapaxes(1, 2) for x in (k, v))
+    seen = jnp.tile(mask, (1, 1, count // mask.shape[2], 1))
+    behind = jnp.where(seen, scale * multiply("bkte,bkse->bkts", queries, keys, factors=narrow), LEAST)
+    before = scale * multiply("bte,bse->bts", queries.reshape(rows, -1, width), packed.k, factors=narrow)
+    before = (before + packed.bias.astype(jnp.float32)[:, None]).reshape(rows, heads, count, -1)
+    before = jnp.where((packed.head[None] == jnp.arange(heads)[:, None])[None, :, None], before, LEAST)
+    top = jnp.maximum(*(jnp.max(scores, axis=3, keepdims=True, initial=LEAST) for scores in (behind, before)))
+    behind, before = jnp.exp(behind - top), jnp.exp(before - top)
+    summed = jnp.sum(behind, axis=3, keepdims=True) + jnp.sum(before, axis=3, keepdims=True)
+    out = multiply("bts,bse->bte", before.reshape(rows, heads * count, -1), packed.v, factors=narrow)
+    out = out.reshape(queries.shape) + multiply("bkts,bkse->bkte", behind, values, factors=narrow)
     return _heads((out / summed).astype(q.dtype), q.shape[1])
-
-
-def _partial(scores: jax.Array, values: jax.Array, factors: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the largest score of each query, and relative to it the sum of powers and the sum of values."""
-    top = jnp.max(scores, axis=3, keepdims=True, initial=LEAST)
-    powers = jnp.exp(scores - top)
-    return top, jnp.sum(powers, axis=3, keepdims=True), multiply("bkts,bkse->bkte", powers, values, factors=factors)
 
 
 # XLA's CPU products of bf16 factors take the last axis of both factors, or the last and the last but one; it transposes

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.models import decoder, rotary
 from lw_jax.models.attention import LEAST
@@ -29,11 +28,18 @@ def open_cache(  # noqa: PLR0913  (as `decoder.forward`)
     cfg: DecoderConfig,
     size: int,
     *,
-    prefix: KVPrefix,
+    prefix: KVPrefix | PackedPrefix,
     shared_prefix: SharedPrefix | None = None,
     mode: Mode = Mode(),  # noqa: B008  (frozen)
 ) -> Cache:
-    """Returns a cache of `size` positions that begins with a shared prefix, read once, and each row's own prefix."""
+    """Returns a cache of `size` positions that begins with a shared prefix, read once, and each row's own prefix.
+
+    A packed prefix takes none of them.
+    """
+    if isinstance(prefix, PackedPrefix):
+        assert takes_packed(cfg), "a window and LongRope go by positions"
+        cache = read_once(params, cfg, (len(prefix.v), size), shared_prefix, prefix.v.dtype, mode)
+        return cache._replace(packed=prefix)
     decoder.check_length(cfg, size)
     _, rows, length, *_ = prefix.k.shape
     cache = read_once(params, cfg, (rows, size), shared_prefix, prefix.k.dtype, mode)
@@ -56,6 +62,11 @@ def choose(prefix: KVPrefix, kept: Bool[Array, "l b m k"], bias: Float[Array, "l
     return prefix._replace(bias=jnp.where(kept, bias, LEAST))
 
 
+def takes_packed(cfg: DecoderConfig) -> bool:
+    """Returns whether a reader can have the kept keys without the positions of what stands between them."""
+    return not cfg.window and not isinstance(cfg.rope_scaling, rotary.LongRope)
+
+
 def pack(  # noqa: PLR0913
     cfg: DecoderConfig,
     mask: Bool[Array, "b m"],
@@ -73,58 +84,37 @@ def pack(  # noqa: PLR0913
     counts = np.array(sizes, np.int32).reshape(cfg.layers, cfg.kv_heads)
     by_layer = counts.sum(axis=1, dtype=np.int32)
     first, most = np.cumsum(by_layer, dtype=np.int32) - by_layer, int(by_layer.max(initial=0))
-    head, rank = np.zeros((2, cfg.layers, most), np.int32)  # of each place of a layer
-    for number, row in enumerate(counts):
-        head[number, : row.sum()] = np.repeat(np.arange(cfg.kv_heads), row)
-        rank[number, : row.sum()] = np.concatenate([np.arange(size) for size in row])
+    head = np.repeat(np.tile(np.arange(cfg.kv_heads), cfg.layers), counts.ravel())  # of each place
+    rank = np.concatenate([np.arange(size) for size in counts.ravel()])
+    head, rank = (jnp.asarray(np.pad(x, (0, most)), jnp.int32) for x in (head, rank))
     bias, angles = jnp.where(mask[None, :, :, None], bias, LEAST), decoder.prefix_angles(cfg, mask, seen=seen)
 
     def layer(packed: tuple[jax.Array, ...], inputs: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], None]:
-        number, bias, first, head, rank = inputs
+        number, bias, first = inputs
         k, v = take(number)
         order = jnp.argsort(bias <= LEAST, axis=1)  # stable: the kept ones in their order
-        places = jax.vmap(lambda order: order[rank, head])(order)
         # What stands behind a layer's keys is filling, over which the next layer's are written.
-        gathered = (jax.vmap(lambda x, index: x[index, head])(x, places) for x in (rotary.rotate(k, *angles), v, bias))
+        heads, ranks = (jax.lax.dynamic_slice_in_dim(x, first, most) for x in (head, rank))
+        places = jax.vmap(lambda order: order[ranks, heads])(order)
+        gathered = (jax.vmap(lambda x, index: x[index, heads])(x, places) for x in (rotary.rotate(k, *angles), v, bias))
         pairs = zip(packed, gathered, strict=True)
         return tuple(jax.lax.dynamic_update_slice_in_dim(*pair, first, axis=1) for pair in pairs), None
 
     spec = jax.eval_shape(take, jnp.int32(0))[0]
     room = len(mask), int(by_layer.sum()) + most
     none = (jnp.zeros((*room, cfg.head_dim), spec.dtype),) * 2 + (jnp.full(room, LEAST, bias.dtype),)
-    inputs = (np.arange(cfg.layers, dtype=np.int32), bias, first, head, rank)
-    (k, v, bias), _ = jax.lax.scan(layer, none, jax.tree.map(jnp.asarray, inputs))
-    heads = np.concatenate([*(row[:size] for row, size in zip(head, by_layer, strict=True)), np.zeros(most, np.int32)])
+    inputs = (jnp.arange(cfg.layers, dtype=jnp.int32), bias, jnp.asarray(first))
+    (k, v, bias), _ = jax.lax.scan(layer, none, inputs)
     return PackedPrefix(
         k,
         v,
         bias,
-        head=jnp.asarray(heads),
+        head=head,
         first=jnp.asarray(first),
         count=jnp.asarray(by_layer),
         places=jnp.arange(most, dtype=jnp.int32),
         length=mask.sum(axis=1, keepdims=True, dtype=jnp.int32),
     )
-
-
-def open_packed(  # noqa: PLR0913  (as `open_cache`)
-    params: Tree,
-    cfg: DecoderConfig,
-    size: int,
-    *,
-    packed: PackedPrefix,
-    shared_prefix: SharedPrefix | None = None,
-    mode: Mode = Mode(),  # noqa: B008  (frozen)
-) -> Cache:
-    """Returns a cache of `size` positions that begins with a shared prefix, `packed` behind it; see `open_cache`.
-
-    Raises:
-        UserError: for a reader that would have to know the packed keys' positions.
-    """
-    if cfg.window or isinstance(cfg.rope_scaling, rotary.LongRope):
-        raise UserError("a packed prefix: its reader has a sliding window or LongRope, which go by positions; mask it")
-    cache = read_once(params, cfg, (len(packed.v), size), shared_prefix, packed.v.dtype, mode)
-    return cache._replace(packed=packed)
 
 
 def prepend(first: KVPrefix, prefix: KVPrefix) -> KVPrefix:

@@ -210,11 +210,10 @@ class Wire:
     def open_cache(self, params: Tree, name: str, prompt: "Prompt", *, room: int = 0) -> decoder.Cache:
         """Returns a cache of what stands before a prompt's embeddings, keys turned, with `room` positions behind it."""
         reader, before = self.readers[name], prompt.shared_prefix
-        assert prompt.kv_prefix is not None, "of embeddings alone nothing stands before"
+        prefix = prompt.kv_prefix if prompt.packed is None else prompt.packed
+        assert prefix is not None, "of embeddings alone nothing stands before"
         size = prompt.positions - prompt.mask.shape[1] + room
-        return kv_prefix.open_cache(
-            params, reader.config, size, prefix=prompt.kv_prefix, shared_prefix=before, mode=reader.mode
-        )
+        return kv_prefix.open_cache(params, reader.config, size, prefix=prefix, shared_prefix=before, mode=reader.mode)
 
     def begin(
         self, params: Tree, name: str, prompt: "Prompt", *, max_new_tokens: int
@@ -244,17 +243,7 @@ class Wire:
 
     def _cache(self, params: Tree, name: str, prompt: "Prompt", *, room: int) -> decoder.Cache | None:
         """Returns `open_cache` with room for the prompt's embeddings and more; None where all are embeddings."""
-        if prompt.packed is not None:
-            size = prompt.positions + room
-            return kv_prefix.open_packed(
-                params,
-                self.readers[name].config,
-                size,
-                packed=prompt.packed,
-                shared_prefix=prompt.shared_prefix,
-                mode=self.readers[name].mode,
-            )
-        if prompt.kv_prefix is None:
+        if prompt.kv_prefix is None and prompt.packed is None:
             return None
         return self.open_cache(params, name, prompt, room=prompt.mask.shape[1] + room)
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lw_jax.core.errors import UserError
-from lw_jax.models import decode, decoder, kv_prefix, rotary
+from lw_jax.models import decode, decoder, kv_prefix
 from tests import tiny
 
 SAME = 3e-5  # fp32, values of unit size: the same sums in another order
@@ -115,13 +114,10 @@ def begin(params, whole, packed, mode, devices=1, unstacked=False):
 
     @jax.jit
     def run(params, prefix, rows):
-        given = {"shared_prefix": SHARED, "mode": mode}
+        size = SIZE if packed else SIZE + SLOTS.shape[1]
         if packed:
-            seen = BEFORE.sum(axis=1, keepdims=True, dtype=jnp.int32)
-            given["packed"] = pack(CFG, prefix, sizes(), seen)
-            cache = kv_prefix.open_packed(params, CFG, SIZE, **given)
-        else:
-            cache = kv_prefix.open_cache(params, CFG, SIZE + SLOTS.shape[1], prefix=prefix, **given)
+            prefix = pack(CFG, prefix, sizes(), BEFORE.sum(axis=1, keepdims=True, dtype=jnp.int32))
+        cache = kv_prefix.open_cache(params, CFG, size, prefix=prefix, shared_prefix=SHARED, mode=mode)
         answer = (rows["answer"], jnp.ones(rows["answer"].shape[:2], bool))
         first, memory, scored = decode.begin_with_answer(
             params, CFG, rows["asked"], mask=rows["after"], answer=answer, max_new_tokens=NEW, cache=cache, mode=mode
@@ -161,13 +157,6 @@ def test_masked_and_packed_answer_and_score_alike(params, whole, masked, way):
         np.testing.assert_allclose(one, wanted, atol=SAME)
 
 
-@pytest.mark.parametrize("kind", [{"window": 50}, {"rope_scaling": rotary.LongRope((1.3,) * 5, (3.0,) * 5, 40, 1.1)}])
-def test_a_reader_that_goes_by_positions_is_refused(params, whole, kind):
-    packed = pack(CFG, kv_prefix.choose(whole, KEPT), sizes(), 2)
-    with pytest.raises(UserError, match=r"window or LongRope"):
-        kv_prefix.open_packed(params, dataclasses.replace(CFG, **kind), SIZE, packed=packed)
-
-
 @pytest.mark.optimized
 @pytest.mark.parametrize(("unstacked", "most"), [(False, 0.29), pytest.param(True, 0.57, marks=pytest.mark.slow)])
 def test_a_quarter_of_the_keys_takes_a_quarter_of_the_memory(unstacked, most):
@@ -191,7 +180,7 @@ def test_a_quarter_of_the_keys_takes_a_quarter_of_the_memory(unstacked, most):
     def packed(size):
         heads = (size // 2, size - size // 2 + size // 2)  # unequal
         given = jax.eval_shape(lambda one: pack(cfg, one, (heads,) * cfg.layers, 0), whole)
-        return bytes_of(lambda params, one: answer(params, kv_prefix.open_packed(params, cfg, 9, packed=one)), given)
+        return bytes_of(lambda params, one: answer(params, kv_prefix.open_cache(params, cfg, 9, prefix=one)), given)
 
     text = 2 * 4 * np.prod(shape)
     none = packed(0)

@@ -511,8 +511,8 @@ def other_readers(tmp_path_factory):
 @pytest.mark.parametrize("reader, rule", [("window", "attends to 512"), ("long", "LongRope.*512")])
 def test_windows_and_long_rope_work_within_their_length_and_are_refused_beyond(other_readers, reader, rule):
     whole = other_readers.write(TEXT, ratio=1)
-    assert not other_readers.functions.packs(reader), "their keys go by positions"
     coded, _ = next(other_readers._prompts([(whole, QUESTION)], reader))
+    assert coded.packed is None, "their keys go by positions"
     read = other_readers.text_prompt(TEXT, reader, QUESTION)
     params, begin = other_readers.frozen[reader], other_readers.recipe.wire.begin
     found = [np.asarray(begin(params, reader, one, max_new_tokens=1)[0][0]) for one in (coded, read)]
