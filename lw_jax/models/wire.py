@@ -57,23 +57,22 @@ class Reader:
     kind: str = "embeddings"  # of the prefix: config.adapter.kind
     constrain: Callable[[jax.Array], jax.Array] = decoder.unchanged  # applied to a prefix' keys and values [l b m k e]
 
-    def adapter(self, width: int) -> Pure[Adapter]:
-        """Describes the adapter of kind "embeddings"."""
+    def adapter(self, width: int) -> Pure[Any]:
+        """Describes the reader's `Adapter` or, of kind "kv", `KVAdapter`."""
+        if self.kind == "kv":
+            return Pure(KVAdapter, width, self.adapter_hidden, self.config)
         return Pure(Adapter, width, self.adapter_hidden, self.config.width)
-
-    def kv_adapter(self, width: int) -> Pure[KVAdapter]:
-        """Describes the adapter of kind "kv"."""
-        return Pure(KVAdapter, width, self.adapter_hidden, self.config)
 
     def start(self, key: jax.Array, size_key: jax.Array, *, width: int, slots: int, size: jax.Array) -> Tree:
         """Draws the adapter's parameters; `size` is the RMS of the reader's embeddings.
 
         Keys and values have unit size: `kv_start` gives them the reader's own.
         """
-        if self.kind == "kv":
-            return self.kv_adapter(width).init(key) | {"task_gain": size.astype(jnp.float32)}
         module = self.adapter(width)
-        return calibrate(module, module.init(key), key=size_key, slots=slots, target=size)
+        params = module.init(key)
+        if self.kind == "kv":
+            return params | {"task_gain": size.astype(jnp.float32)}
+        return calibrate(module, params, key=size_key, slots=slots, target=size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +151,7 @@ class Wire:
         """Turns latents into one reader's soft prefix, the task's vector behind them (n = m + 1)."""
         precision, reader = self.encoder.precision, self.readers[name]
         params = products.cast(params, precision)
-        adapter = reader.kv_adapter if reader.kind == "kv" else reader.adapter
-        prefix = adapter(self.encoder.width).bind(params)(latents.astype(precision.values), task)
+        prefix = reader.adapter(self.encoder.width).bind(params)(latents.astype(precision.values), task)
         if isinstance(prefix, KeysValues):
             return prefix._replace(k=reader.constrain(prefix.k), v=reader.constrain(prefix.v))
         return prefix

@@ -74,7 +74,7 @@ def start(recipe: "LatentWire", trainable: Tree, frozen: Tree) -> Tree:
         params, mesh = trainable["adapters"][name], recipe.placement.readers[name].mesh
         sums = _add_up(reader, mesh, frozen[name], layout, name, texts=chosen, latents=latents)
         if not aligned:
-            adapters[name] = calibrate(reader.kv_adapter(wire.encoder.width), params, sums)
+            adapters[name] = calibrate(reader.adapter(wire.encoder.width), params, sums)
             continue
         with phase(f"solving for {name}'s adapter"):
             fitted = fit(sums)
