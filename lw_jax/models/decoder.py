@@ -230,8 +230,8 @@ def forward(  # noqa: PLR0913  (a pass over whole texts; four of them have one m
     if kv_prefix is not None:
         lengths = x.shape[1] + kv_prefix.mask.shape[1] + (0 if shared_prefix is None else shared_prefix.x.shape[1])
         check_length(cfg, lengths)
-    elif shared_prefix is not None and isinstance(cfg.rope_scaling, rotary.LongRope):
-        return _forward_joined(params, cfg, (x, mask, segments), shared_prefix, mode)
+    else:
+        assert shared_prefix is None or not isinstance(cfg.rope_scaling, rotary.LongRope), "it goes by the whole length"
     turned = bias = None
     if kv_prefix is not None:
         seen = 0 if shared_prefix is None else shared_prefix.mask.sum(axis=1, keepdims=True, dtype=jnp.int32)
@@ -315,23 +315,6 @@ def _run_apart(
         x, pair = layer(mode.constrain(x), weights, layer_cache, bias, packed)
         written.append(pair)
     return x, tuple(zip(*written, strict=True))
-
-
-def _forward_joined(
-    params: Tree,
-    cfg: DecoderConfig,
-    texts: tuple[jax.Array, jax.Array, jax.Array | None],
-    shared_prefix: SharedPrefix,
-    mode: Mode,
-) -> Output:
-    """Runs the body over x, mask and segments behind the prefix in each row: LongRope goes by the whole length."""
-    x, mask, segments = texts
-    rows, opening = len(x), shared_prefix.x.shape[1]
-    x = jnp.concatenate([repeat(shared_prefix.x, rows), x], axis=1)
-    mask = jnp.concatenate([repeat(shared_prefix.mask, rows), mask], axis=1)
-    segments = None if segments is None else jnp.pad(segments, ((0, 0), (opening, 0)))
-    out = forward(params, cfg, x, mask=mask, segments=segments, mode=mode)
-    return out._replace(hidden=out.hidden[:, opening:])
 
 
 class Attended(NamedTuple):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.precision import FP32, Precision
 from lw_jax.core.types import Tree
-from lw_jax.models import bert, decode, decoder, encoder, kv_prefix, lora, products
+from lw_jax.models import bert, decode, decoder, encoder, kv_prefix, lora, products, rotary
 from lw_jax.models.adapter import Adapter, KeysValues, KVAdapter, calibrate
 from lw_jax.models.lora import Lora
 from lw_jax.models.modules import Pure
@@ -170,7 +170,9 @@ class Wire:
         self, params: Tree, name: str, prompt: "Prompt", fields: Mapping[str, Any]
     ) -> Float[Array, "b t d"]:
         """Hidden states of `answer_logits`, before the head."""
-        config, mode, length = self.readers[name].config, self.readers[name].mode, prompt.mask.shape[1]
+        config, mode = self.readers[name].config, self.readers[name].mode
+        prompt = prompt.joined() if isinstance(config.rope_scaling, rotary.LongRope) else prompt  # by the whole length
+        length = prompt.mask.shape[1]
         if "packed" in fields:
             ids, numbers = fields["packed"]["ids"], fields["packed"]["segments"]
             real, segments = numbers > 0, jnp.pad(numbers, ((0, 0), (length, 0)))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax.models import decoder, rotary
+from lw_jax.models import decoder
 from lw_jax.planning import hlo_counts
 from tests import tiny
 
@@ -78,10 +78,7 @@ def test_every_layer_is_constrained_and_recomputed_where_it_is_asked_for(params,
     assert again - kept == 7
 
 
-LONG = rotary.LongRope((1.0,) * (CFG.head_dim // 2), (3.0,) * (CFG.head_dim // 2), 9, 1.1)
-
-
-@pytest.mark.parametrize(("change", "remat"), [({}, "full"), ({"window": 4}, "none"), ({"rope_scaling": LONG}, "none")])
+@pytest.mark.parametrize(("change", "remat"), [({}, "full"), ({"window": 4}, "none")])
 def test_shared_prefix_computed_once_equals_one_in_every_row(params, ids, change, remat):
     cfg, mode = dataclasses.replace(CFG, **change), decoder.Mode(remat=remat)
     x, first = decoder.embed(params, ids), decoder.embed(params, ids[:1, 2:])
