@@ -116,8 +116,8 @@ def unstack_memory(memory: Tree) -> Tree:
     """Returns what `begin` remembers with a cache for each layer, which layers of `unstack_layers` take."""
     if not isinstance(memory, decoder.Cache):
         return unstack_memory(memory[0]), *memory[1:]  # with the text of a LongRope model
-    bias = None if memory.bias is None else _unstack(memory.bias)
-    return memory._replace(k=_unstack(memory.k), v=_unstack(memory.v), bias=bias)
+    k, v = jax.tree.map(lambda stack: stack[:, None], (memory.k, memory.v))  # each layer's is a stack of one
+    return memory._replace(k=_unstack(k), v=_unstack(v), bias=None if memory.bias is None else _unstack(memory.bias))
 
 
 def _unstack(stack: Tree) -> tuple[Tree, ...]:

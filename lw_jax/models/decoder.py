@@ -66,8 +66,8 @@ class Mode:
 class Cache(NamedTuple):
     """Keys and values of all layers; slots fill from the left, `valid` marks real tokens."""
 
-    k: Float[Array, "l b s k e"] | tuple[Float[Array, "b s k e"], ...]  # stacked, or by `decode.unstack_memory`
-    v: Float[Array, "l b s k e"] | tuple[Float[Array, "b s k e"], ...]
+    k: Float[Array, "l b s k e"] | tuple[Float[Array, "1 b s k e"], ...]  # stacked, or by `decode.unstack_memory`
+    v: Float[Array, "l b s k e"] | tuple[Float[Array, "1 b s k e"], ...]
     valid: Bool[Array, "b s"]
     used: Int[Array, ""]  # slots written so far, the same for every row
     # As of `KVPrefix`, stacked or by layer as k and v are.
@@ -311,7 +311,7 @@ def _run_apart(
     for number, weights in enumerate(layers):
         bias = None if cache.bias is None else cache.bias[number]
         packed = None if cache.packed is None else cache.packed.of_layer(jnp.int32(number))
-        layer_cache = _LayerCache(cache.k[number], cache.v[number])
+        layer_cache = _LayerCache(cache.k[number], cache.v[number], jnp.int32(0))
         x, pair = layer(mode.constrain(x), weights, layer_cache, bias, packed)
         written.append(pair)
     return x, tuple(zip(*written, strict=True))
@@ -505,19 +505,12 @@ def _attention_mask(keys: Bool[Array, "b s"], length: int, *, first: jax.Array, 
     return keys[:, None, :] & allowed[None, :, :]
 
 
-def _write(cache: jax.Array, new: jax.Array, number: jax.Array | None, used: jax.Array) -> jax.Array:
-    """Returns a layer's cache, or by its number that of all layers, with the new tokens written behind those used."""
-    if number is None:
-        return jax.lax.dynamic_update_slice_in_dim(cache, new, used, axis=1)
-    return jax.lax.dynamic_update_slice(cache, new[None], (number, 0, used, 0, 0))
-
-
 class _LayerCache(NamedTuple):
-    """The cache as one layer has it: of all layers [l b s k e] and its own number, or its own [b s k e] alone."""
+    """The cache as one layer has it: of all layers [l b s k e], or its own alone, and its number in it."""
 
     k: jax.Array
     v: jax.Array
-    number: jax.Array | None = None
+    number: jax.Array
 
 
 class _Shared(NamedTuple):
@@ -559,9 +552,9 @@ def _layer(  # noqa: PLR0913  (what stands before x is one of three)
     new_kv = (k, v)
     if isinstance(kv, _LayerCache):
         assert shared.used is not None, "a cache knows its used slots"
-        number = kv.number
-        new_kv = (_write(kv.k, k, number, shared.used), _write(kv.v, v, number, shared.used))
-        k, v = new_kv if number is None else (jax.lax.dynamic_index_in_dim(stack, number, 0, False) for stack in new_kv)
+        place, write = (kv.number, 0, shared.used, 0, 0), jax.lax.dynamic_update_slice
+        new_kv = (write(kv.k, k[None], place), write(kv.v, v[None], place))
+        k, v = (jax.lax.dynamic_index_in_dim(stack, kv.number, 0, False) for stack in new_kv)
     elif kv:
         k, v = (
             jnp.concatenate([*(repeat(array, len(x)) for array in before), new], axis=1)
