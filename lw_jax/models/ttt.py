@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from lw_jax.core.precision import FP32, Precision
 from lw_jax.core.types import Tree
+from lw_jax.models import rotary
 from lw_jax.models.decoder import checkpoint_layer, head, layer_norm, rms_norm, unchanged
 from lw_jax.models.products import narrow, product, wide_product
 from lw_jax.models.ttt_inner import INNER_EPS, Chunk, Inner, Local, Text, read_by_chunk
@@ -355,10 +356,7 @@ def _inner_rate(h: Float[Array, "b t d"], p: Tree, cfg: TTTConfig, rate: Float[A
 
 def _rotate(x: Float[Array, "b t h e"], position: Int[Array, "p t"], cfg: TTTConfig) -> Float[Array, "b t h e"]:
     """Rotates neighbouring pairs of values by the position in the chunk."""
-    exponent = jnp.arange(0, cfg.head_dim, 2, dtype=jnp.float32) / cfg.head_dim
-    frequency = 1.0 / jnp.power(jnp.float32(cfg.rope_theta), exponent)
-    angle = position[:, :, None, None].astype(jnp.float32) * frequency[None, None, None]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = rotary.angles(position, size=cfg.head_dim, theta=cfg.rope_theta, scaling=None)
     pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
     left, right = pairs[..., 0], pairs[..., 1]
     turned = jnp.stack([left * cos - right * sin, right * cos + left * sin], axis=-1)
