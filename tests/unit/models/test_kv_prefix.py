@@ -73,7 +73,9 @@ def test_own_keys_and_values_stand_for_the_tokens_forward_and_backward(texts, ki
 
     (found, of_found), (wanted, of_wanted) = (graded(run, *texts[1:]) for run in (apart, whole))
     np.testing.assert_allclose(np.asarray(found)[real], np.asarray(wanted)[real], atol=SAME)
-    without = tiny.compiled(decoder.forward, params, cfg, texts[2], mask=AFTER, shared_prefix=shared, mode=mode).hidden
+    x, mask = joined((texts[0], jnp.zeros_like(texts[1]), texts[2]))
+    mask = mask.at[:, BEFORE.shape[1] : -AFTER.shape[1]].set(False)
+    without = tiny.compiled(decoder.forward, params, cfg, x, mask=mask, mode=mode).hidden[:, -AFTER.shape[1] :]
     assert np.abs(np.asarray(found - without)[real]).max() > APART
     for one, other in zip(of_found, of_wanted, strict=True):
         assert np.abs(other).max() > APART
