@@ -100,7 +100,7 @@ class Output(NamedTuple):
     cache: Cache | None
 
 
-def abstract(cfg: TTTConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> Tree:
+def abstract(cfg: TTTConfig) -> Tree:
     n, d, h, e, m, f = cfg.layers, cfg.width, cfg.heads, cfg.head_dim, cfg.hidden, cfg.ffn
     layers: dict[str, tuple[int, ...]] = {
         **{name: (n, d) for name in ("seq_norm", "ffn_norm", "post_norm", "post_norm_bias")},
@@ -124,7 +124,7 @@ def abstract(cfg: TTTConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> Tree:
     table = (cfg.rows or cfg.vocab, d)
     shapes = {"embed": table, "norm": (d,), "layers": layers} | ({} if cfg.tied else {"head": table})
     return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=lambda node: isinstance(node, tuple)
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda node: isinstance(node, tuple)
     )
 
 

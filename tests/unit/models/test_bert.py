@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from lw_jax.models import bert, decoder
 
@@ -11,16 +10,9 @@ CFG = bert.BertConfig(vocab=47, width=42, layers=3, heads=6, ffn=53, norm_eps=1e
 GRADIENTS = 1e-4  # relative to the largest: the backward pass doubles the depth of the sums
 
 
-@pytest.fixture(scope="module")
-def params():
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(bert.abstract(CFG, jnp.float32))
-    keys = jax.random.split(jax.random.key(3), len(leaves))
-    noise = [0.3 * jax.random.normal(key, leaf.shape) for key, (_, leaf) in zip(keys, leaves, strict=True)]
-    norms = [str(path[-1].key).endswith("norm") for path, _ in leaves]
-    return treedef.unflatten([1 + x if norm else x for x, norm in zip(noise, norms, strict=True)])
-
-
-def test_remat_recomputes_and_changes_no_gradient(params):
+def test_remat_recomputes_and_changes_no_gradient():
+    shapes = bert.abstract(CFG, jnp.float32)
+    params = jax.tree.map(lambda leaf: 0.3 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), shapes)
     ids = jnp.asarray(np.random.default_rng(0).integers(1, CFG.vocab, (2, 13)), jnp.int32)
     mask = jnp.asarray(np.arange(13) < np.array([13, 5])[:, None])
 
