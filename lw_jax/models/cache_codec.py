@@ -69,8 +69,6 @@ class Section(NamedTuple):
 
     def kept(self, ratio: int) -> Bool[np.ndarray, "l n k"]:
         """Returns which keys are kept at one of the ratios."""
-        if ratio not in self.ratios:
-            raise UserError(f"ratio={ratio}: the message has {self.ratios or 'no order of its keys'}; take one of them")
         return self.levels > self.ratios.index(ratio)
 
 
