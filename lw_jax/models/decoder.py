@@ -227,18 +227,16 @@ def forward(  # noqa: PLR0913  (a pass over whole texts; four of them have one m
     those of number 0, which stand first and are common to all; each text's positions continue the common ones.
     """
     assert mix is None or (shared_prefix is None and kv_prefix is None), "a mix is of a whole text"
-    if kv_prefix is not None:
-        lengths = x.shape[1] + kv_prefix.mask.shape[1] + (0 if shared_prefix is None else shared_prefix.x.shape[1])
-        check_length(cfg, lengths)
-    else:
-        assert shared_prefix is None or not isinstance(cfg.rope_scaling, rotary.LongRope), "it goes by the whole length"
     turned = bias = None
-    if kv_prefix is not None:
+    if kv_prefix is None:
+        assert shared_prefix is None or not isinstance(cfg.rope_scaling, rotary.LongRope), "it goes by the whole length"
+    else:
+        opening = 0 if shared_prefix is None else shared_prefix.x.shape[1]
+        check_length(cfg, opening + kv_prefix.mask.shape[1] + x.shape[1])
         seen = 0 if shared_prefix is None else shared_prefix.mask.sum(axis=1, keepdims=True, dtype=jnp.int32)
         turned = rotate_keys(cfg, kv_prefix, seen=seen), kv_prefix.v
         if kv_prefix.bias is not None:
-            ends = (lengths - x.shape[1] - kv_prefix.mask.shape[1], x.shape[1])
-            bias = jnp.pad(kv_prefix.bias, ((0, 0), (0, 0), ends, (0, 0)))
+            bias = jnp.pad(kv_prefix.bias, ((0, 0), (0, 0), (opening, x.shape[1]), (0, 0)))
     layer = _checkpointed(cfg, _share(cfg, mask, _find_past(mask, shared_prefix, kv_prefix), mode, segments), mode)
     prefix_layer = None
     if shared_prefix is not None:
