@@ -228,15 +228,14 @@ class WireFunctions:
     @jitted("name", "max_new_tokens")
     def begin(self, params: Tree, prompt: Prompt, name: str, max_new_tokens: int) -> tuple[jax.Array, Tree]:
         """Returns the likeliest first ids [b], and the memory that `follow` takes."""
-        logits, memory = self.wire.begin(params, name, prompt, max_new_tokens=max_new_tokens)
+        logits, memory, _ = self.wire.begin(params, name, prompt, max_new_tokens=max_new_tokens)
         return _likeliest(logits), memory
 
     @jitted("name", "max_new_tokens")
     def _begin_with_answer(
         self, params: Tree, prompt: Prompt, fields: Mapping, name: str, max_new_tokens: int
     ) -> tuple[jax.Array, dict[str, jax.Array], Tree]:
-        most = max_new_tokens
-        first, memory, logits = self.wire.begin_with_answer(params, name, prompt, fields, max_new_tokens=most)
+        first, memory, logits = self.wire.begin(params, name, prompt, fields, max_new_tokens=max_new_tokens)
         return _likeliest(first), scores_of(logits, fields), memory
 
     @jitted("name", donate=("memory",))

@@ -79,7 +79,7 @@ def generate(  # noqa: PLR0913  (as `decoder.forward`)
     The last column of x must be a real token of every row (left-padded prompts). Where a row outgrows the short
     frequencies of a LongRope model, the whole text is processed again with the long ones, as transformers does.
     """
-    first, memory = begin(params, cfg, x, mask=mask, max_new_tokens=sampling.max_new_tokens, mode=mode)
+    first, memory, _ = begin(params, cfg, x, mask=mask, max_new_tokens=sampling.max_new_tokens, mode=mode)
     return continue_generation(params, cfg, first, memory, sampling=sampling, key=key, mode=mode)
 
 
@@ -132,55 +132,37 @@ def begin(  # noqa: PLR0913  (as `decoder.forward`)
     *,
     mask: Bool[Array, "b t"],
     max_new_tokens: int,
-    cache: decoder.Cache | None = None,
-    mode: decoder.Mode = decoder.Mode(),  # noqa: B008  (frozen)
-) -> tuple[Float[Array, "b v"], Tree]:
-    """Reads a prompt: the logits of its first new token, and the memory with which `follow` goes on from it.
-
-    A `cache` holds what stands before x, with room for x and the new tokens (`kv_prefix.open_cache`). The memory has
-    room for `max_new_tokens`. It is the cache, and of a LongRope model that may outgrow its short frequencies the
-    embeddings of all its slots too.
-    """
-    if cache is None:
-        cache = decoder.empty_cache(cfg, x.shape[0], x.shape[1] + max_new_tokens, x.dtype)
-    hidden, cache = decoder.extend(params, cfg, x, mask=mask, cache=cache, mode=mode)
-    first = decoder.logits(params, hidden[:, -1:])[:, 0]
-    if not _outgrows(cfg, cache.valid.shape[1]):
-        return first, cache
-    return first, (cache, jnp.pad(x, ((0, 0), (0, max_new_tokens), (0, 0))))
-
-
-def begin_with_answer(  # noqa: PLR0913  (as `begin`)
-    params: Tree,
-    cfg: decoder.DecoderConfig,
-    x: Float[Array, "b t d"],
-    *,
-    mask: Bool[Array, "b t"],
-    answer: tuple[Float[Array, "b a d"], Bool[Array, "b a"]],
-    max_new_tokens: int,
+    answer: tuple[Float[Array, "b a d"], Bool[Array, "b a"]] | None = None,
     cache: decoder.Cache | None = None,
     mode: decoder.Mode = decoder.Mode(),  # noqa: B008  (frozen)
 ) -> tuple[Float[Array, "b v"], Tree, Float[Array, "b c v"]]:
-    """Reads a prompt and, in the same pass, an answer (embeddings and mask) that it then forgets.
+    """Reads a prompt and, in the same pass, an `answer` (embeddings and mask) that it then forgets.
 
-    Returns what `begin` returns for the prompt alone, and the logits that predict each of the answer's tokens and the
-    one behind them (c = a + 1). A `cache` has room for the answer and for `max_new_tokens`, which share it. A LongRope
-    model that may outgrow its short frequencies reads the prompt twice: the answer's length may change its keys.
+    Returns the logits of the prompt's first new token, the memory with which `follow` goes on from it, and the logits
+    that predict each of the answer's tokens and the one behind them (c = a + 1; without an answer the first alone).
+
+    A `cache` holds what stands before x (`kv_prefix.open_cache`), with room for x, and behind it for the answer and for
+    `max_new_tokens`, which share it. The memory is the cache, and of a LongRope model that may outgrow its short
+    frequencies the embeddings of all its slots too.
     """
-    length, behind = x.shape[1], answer[0].shape[1]
-    joined, real = jnp.concatenate([x, answer[0]], axis=1), jnp.concatenate([mask, answer[1]], axis=1)
-    size = length + max(max_new_tokens, behind) if cache is None else cache.valid.shape[1]
-    if _outgrows(cfg, size):
-        hidden = decoder.forward(params, cfg, joined, mask=real, mode=mode).hidden
-        begun = begin(params, cfg, x, mask=mask, max_new_tokens=max_new_tokens, cache=cache, mode=mode)
-        return *begun, decoder.logits(params, hidden[:, length - 1 :])
+    length, behind, joined, real = x.shape[1], 0, x, mask
+    if answer is not None:
+        behind = answer[0].shape[1]
+        joined, real = (jnp.concatenate(pair, axis=1) for pair in ((x, answer[0]), (mask, answer[1])))
     if cache is None:
-        cache = decoder.empty_cache(cfg, x.shape[0], size, x.dtype)
+        cache = decoder.empty_cache(cfg, x.shape[0], length + max(max_new_tokens, behind), x.dtype)
+    size = cache.valid.shape[1]
+    if _outgrows(cfg, size):  # the answer's length may change the prompt's keys: they are read twice
+        whole = decoder.forward(params, cfg, joined, mask=real, mode=mode).hidden
+        hidden, cache = decoder.extend(params, cfg, x, mask=mask, cache=cache, mode=mode)
+        memory = cache, jnp.pad(x, ((0, 0), (0, size - length), (0, 0)))
+        first = decoder.logits(params, hidden[:, -1:])[:, 0]
+        return first, memory, decoder.logits(params, whole[:, length - 1 :])
     hidden, cache = decoder.extend(params, cfg, joined, mask=real, cache=cache, mode=mode)
     used = cache.used - behind
-    valid = cache.valid & (jnp.arange(size) < used)[None]
+    cache = cache._replace(valid=cache.valid & (jnp.arange(size) < used)[None], used=used)
     logits = decoder.logits(params, hidden[:, length - 1 :])
-    return logits[:, 0], cache._replace(valid=valid, used=used), logits
+    return logits[:, 0], cache, logits
 
 
 def _outgrows(cfg: decoder.DecoderConfig, slots: int) -> bool:

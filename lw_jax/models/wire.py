@@ -188,24 +188,17 @@ class Wire:
 
     def generate(self, params: Tree, name: str, prompt: "Prompt", *, max_new_tokens: int) -> Int[Array, "b n"]:
         """Greedy answer ids, -1 after the stop."""
-        first, memory = self.begin(params, name, prompt, max_new_tokens=max_new_tokens)
-        return self._continue_generation(params, name, first, memory, max_new_tokens)
+        return self.answer(params, name, prompt, None, max_new_tokens=max_new_tokens)[0]
 
     def answer(
-        self, params: Tree, name: str, prompt: "Prompt", fields: Mapping[str, Any], *, max_new_tokens: int
+        self, params: Tree, name: str, prompt: "Prompt", fields: Mapping[str, Any] | None, *, max_new_tokens: int
     ) -> tuple[Int[Array, "b n"], Float[Array, "b t v"]]:
         """Returns `generate`'s ids and `answer_logits` of the reference answers, from one pass over the prompt."""
-        first, memory, logits = self.begin_with_answer(params, name, prompt, fields, max_new_tokens=max_new_tokens)
-        return self._continue_generation(params, name, first, memory, max_new_tokens), logits
-
-    def _continue_generation(
-        self, params: Tree, name: str, first: jax.Array, memory: Tree, max_new_tokens: int
-    ) -> jax.Array:
         reader = self.readers[name]
+        first, memory, logits = self.begin(params, name, prompt, fields, max_new_tokens=max_new_tokens)
         sampling = decode.Sampling(max_new_tokens, reader.stops, unstacked=reader.unstacked)
-        return decode.continue_generation(
-            params, reader.config, first, memory, sampling=sampling, key=jax.random.key(0), mode=reader.mode
-        )
+        settings = {"sampling": sampling, "key": jax.random.key(0), "mode": reader.mode}
+        return decode.continue_generation(params, reader.config, first, memory, **settings), logits
 
     def open_cache(self, params: Tree, name: str, prompt: "Prompt", *, room: int = 0) -> decoder.Cache:
         """Returns a cache of what stands before a prompt's embeddings, keys turned, with `room` positions behind it."""
@@ -216,36 +209,21 @@ class Wire:
         return kv_prefix.open_cache(params, reader.config, size, prefix=prefix, shared_prefix=before, mode=reader.mode)
 
     def begin(
-        self, params: Tree, name: str, prompt: "Prompt", *, max_new_tokens: int
-    ) -> tuple[Float[Array, "b v"], Tree]:
-        """Reads a prompt: the logits of the first answer token, and the memory that `follow` takes."""
-        reader, cache = self.readers[name], self._cache(params, name, prompt, room=max_new_tokens)
-        x, mask = prompt.embeddings, prompt.mask
-        return decode.begin(
-            params, reader.config, x, mask=mask, max_new_tokens=max_new_tokens, cache=cache, mode=reader.mode
-        )
-
-    def begin_with_answer(
-        self, params: Tree, name: str, prompt: "Prompt", fields: Mapping[str, Any], *, max_new_tokens: int
+        self, params: Tree, name: str, prompt: "Prompt", fields: Mapping[str, Any] | None = None, *, max_new_tokens: int
     ) -> tuple[Float[Array, "b v"], Tree, Float[Array, "b t v"]]:
-        """Reads a prompt with the reference answer behind it: what `begin` returns, and `answer_logits`."""
-        reader, (ids, real) = self.readers[name], _answer_inputs(fields)
-        return decode.begin_with_answer(
-            params,
-            reader.config,
-            prompt.embeddings,
-            mask=prompt.mask,
-            answer=(decoder.embed(params, ids), real),
-            max_new_tokens=max_new_tokens,
-            cache=self._cache(params, name, prompt, room=max(max_new_tokens, ids.shape[1])),
-            mode=reader.mode,
-        )
+        """Reads a prompt and, of `fields`, the reference answer behind it, which it forgets.
 
-    def _cache(self, params: Tree, name: str, prompt: "Prompt", *, room: int) -> decoder.Cache | None:
-        """Returns `open_cache` with room for the prompt's embeddings and more; None where all are embeddings."""
-        if prompt.kv_prefix is None and prompt.packed is None:
-            return None
-        return self.open_cache(params, name, prompt, room=prompt.mask.shape[1] + room)
+        Returns the logits of the first answer token, the memory that `follow` takes, and `answer_logits`; without
+        fields those of the first token.
+        """
+        reader, answer, cache, room = self.readers[name], None, None, max_new_tokens
+        if fields is not None:
+            ids, real = _answer_inputs(fields)
+            answer, room = (decoder.embed(params, ids), real), max(room, ids.shape[1])
+        if prompt.kv_prefix is not None or prompt.packed is not None:
+            cache = self.open_cache(params, name, prompt, room=prompt.mask.shape[1] + room)
+        settings = {"max_new_tokens": max_new_tokens, "answer": answer, "cache": cache, "mode": reader.mode}
+        return decode.begin(params, reader.config, prompt.embeddings, mask=prompt.mask, **settings)
 
     def follow(
         self, params: Tree, name: str, token: Int[Array, " b"], memory: Tree

@@ -105,7 +105,7 @@ def test_a_cache_message_of_all_positions_is_a_dynamic_cache(cached):
         with torch.no_grad():
             theirs = model(inputs_embeds=x, cache=inputs["cache"]).logits[0, -1].numpy()
         own, _ = next(cached._prompts([(message, question)], reader))
-        ours, _ = cached.recipe.wire.begin(cached.frozen[reader], reader, own, max_new_tokens=1)
+        ours, *_ = cached.recipe.wire.begin(cached.frozen[reader], reader, own, max_new_tokens=1)
         np.testing.assert_allclose(theirs, np.asarray(ours)[0], atol=1e-3)
     said = with_transformers.answer_with_transformers(model, tokenizer, cached, message, reader, questions)
     assert said == cached.read(message, reader, questions)

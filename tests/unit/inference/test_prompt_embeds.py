@@ -105,7 +105,7 @@ def test_keys_and_values_with_what_follows_are_the_prompt(kv):
         cache = decoder.Cache(jnp.asarray(k), jnp.asarray(v), valid, jnp.int32(positions))
         ids, (first, *_) = greedy(kv, prompt.embeddings, 3, cache, width=width)
         whole = next(kv._prompts([(message, question)], READER))[0]
-        own, _ = tiny.compiled(kv.recipe.wire.begin, kv.frozen[READER], READER, whole, max_new_tokens=1)
+        own, *_ = tiny.compiled(kv.recipe.wire.begin, kv.frozen[READER], READER, whole, max_new_tokens=1)
         np.testing.assert_allclose(first, own[0], atol=SAME)  # ids alone are the same for keys a place beside theirs
         said = kv.recipe.tokenizers[READER].decode(ids).strip().split("\n")[0].strip()
         assert said and kv.read(message, READER, question).startswith(said)

@@ -84,7 +84,7 @@ def test_an_answer_is_scored_in_the_prompt_s_pass_and_forgotten(params, prompt, 
 
     def both(params):
         answer, mode = (decoder.embed(params, ids), real), decoder.Mode()
-        *begun, logits = decode.begin_with_answer(params, cfg, x, mask=mask, answer=answer, max_new_tokens=new)
+        *begun, logits = decode.begin(params, cfg, x, mask=mask, answer=answer, max_new_tokens=new)
         return logits, decode.continue_generation(
             params, cfg, *begun, sampling=sampling, key=jax.random.key(0), mode=mode
         )

@@ -119,7 +119,7 @@ def begin(params, whole, packed, mode, devices=1, unstacked=False):
             prefix = pack(CFG, prefix, sizes(), BEFORE.sum(axis=1, keepdims=True, dtype=jnp.int32))
         cache = kv_prefix.open_cache(params, CFG, size, prefix=prefix, shared_prefix=SHARED, mode=mode)
         answer = (rows["answer"], jnp.ones(rows["answer"].shape[:2], bool))
-        first, memory, scored = decode.begin_with_answer(
+        first, memory, scored = decode.begin(
             params, CFG, rows["asked"], mask=rows["after"], answer=answer, max_new_tokens=NEW, cache=cache, mode=mode
         )
         sampling = decode.Sampling(NEW, (), unstacked=unstacked)
@@ -170,7 +170,7 @@ def test_a_quarter_of_the_keys_takes_a_quarter_of_the_memory(unstacked, most):
     sampling, mode = decode.Sampling(NEW, (), unstacked=unstacked), decoder.Mode()
 
     def answer(params, cache):
-        begun = decode.begin(params, cfg, ASKED[:2], mask=AFTER[:2], max_new_tokens=NEW, cache=cache, mode=mode)
+        *begun, _ = decode.begin(params, cfg, ASKED[:2], mask=AFTER[:2], max_new_tokens=NEW, cache=cache, mode=mode)
         return decode.continue_generation(params, cfg, *begun, sampling=sampling, key=jax.random.key(0), mode=mode)
 
     def bytes_of(run, *given):

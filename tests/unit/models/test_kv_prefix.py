@@ -92,7 +92,7 @@ def test_generation_from_keys_and_values_gives_the_tokens_of_the_text(texts, kin
         prefix = kv_prefix.take(params, cfg, texts[1], mask=SLOTS, shared_prefix=shared)
         size = BEFORE.shape[1] + SLOTS.shape[1] + AFTER.shape[1] + NEW
         cache = kv_prefix.open_cache(params, cfg, size, prefix=prefix, shared_prefix=shared)
-        begun = decode.begin(params, cfg, texts[2], mask=AFTER, max_new_tokens=NEW, cache=cache, mode=mode)
+        *begun, _ = decode.begin(params, cfg, texts[2], mask=AFTER, max_new_tokens=NEW, cache=cache, mode=mode)
         return decode.continue_generation(params, cfg, *begun, sampling=sampling, key=key, mode=mode)
 
     x, mask = joined(texts)
