@@ -170,6 +170,7 @@ class Wire:
         self, params: Tree, name: str, prompt: "Prompt", fields: Mapping[str, Any]
     ) -> Float[Array, "b t d"]:
         """Hidden states of `answer_logits`, before the head."""
+        assert prompt.packed is None, "it is for answers: scores mask what a head does not keep"
         config, mode = self.readers[name].config, self.readers[name].mode
         prompt = prompt.joined() if isinstance(config.rope_scaling, rotary.LongRope) else prompt  # by the whole length
         length = prompt.mask.shape[1]
