@@ -1,9 +1,11 @@
 """Optimizer, train step and abstract arrays (shapes with shardings) of a run; the planner compiles it elsewhere."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -16,7 +18,6 @@ from lw_jax.training.recipe import Recipe
 from lw_jax.training.train_step import State
 from sharding import place
 from sharding.place import Cut
-from sharding.rules import path_of
 
 
 class StepSpec:
@@ -62,7 +63,18 @@ class StepSpec:
     @functools.cached_property
     def state(self) -> State:
         trainable, replicated = self.recipe.placed().trainable, place.whole(self.placement.learner)
-        opt_state = _place_optimizer_state(jax.eval_shape(self.optimizer.init, trainable), trainable, replicated)
+
+        def is_masked(moment: Any) -> bool:
+            return isinstance(moment, optax.MaskedNode)
+
+        opt_state = optax.tree_map_params(
+            self.optimizer,
+            lambda moment, weight: moment if is_masked(moment) else moment.update(sharding=weight.sharding),
+            jax.eval_shape(self.optimizer.init, trainable),
+            trainable,
+            transform_non_params=lambda count: count.update(sharding=replicated),
+            is_leaf=is_masked,
+        )
         step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
         return {"trainable": trainable, "opt_state": opt_state, "step": step}
 
@@ -87,17 +99,3 @@ class StepSpec:
 
     def lower(self, widths: Tree, accumulation: int) -> dict[str, train_step.Part]:
         return self.step.lower(self.state, self.frozen, self.batch(widths, accumulation))
-
-
-def _place_optimizer_state(opt_state: Tree, trainable: Tree, otherwise: NamedSharding) -> Tree:
-    """Returns the abstract optimizer state; a leaf whose path ends in a weight's path takes that weight's sharding."""
-    weights = {path_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(trainable)}
-
-    def place(key_path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        parts = path_of(key_path).split("/")
-        ends = ("/".join(parts[i:]) for i in range(len(parts)))
-        weight = next((weights[end] for end in ends if end in weights), None)
-        sharding = weight.sharding if weight is not None and weight.shape == leaf.shape else otherwise
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree_util.tree_map_with_path(place, opt_state)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Var
+from jax.interpreters.partial_eval import dce_jaxpr
 
 _CALLS = ("checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit")  # their equations stand in place
 _READERS = ("cond", "dot_general", "gather", "pallas_call", "scan", "sort", "while")  # take what lies in memory
@@ -65,7 +66,6 @@ class _Equation:
     inputs: list[_Value]
     outputs: list[_Value]
     bodies: list[Any]
-    unused: list[int] = dataclasses.field(default_factory=list)  # numbers of outputs that nothing takes
 
 
 @dataclasses.dataclass
@@ -77,7 +77,8 @@ class _Sums:
 
 def trace(function: Callable[..., Any], *args: Any) -> Costs:
     sums = _Sums(collections.Counter(), [])
-    peak = _add(jax.make_jaxpr(function)(*args).jaxpr, 1, sums)
+    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+    peak = _add(dce_jaxpr(jaxpr, used_outputs=True, instantiate=True)[0], 1, sums)
     products = tuple(Product(*key, times) for key, times in sums.products.items())
     return Costs(peak, products, sums.moved, tuple(sums.loops))
 
@@ -88,28 +89,20 @@ def nbytes(values: Iterable[Any]) -> int:
     return sum(math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0) for aval in avals if hasattr(aval, "shape"))
 
 
-def _add(jaxpr: Any, times: int, sums: _Sums, unused: Sequence[int] = ()) -> int:
-    """Adds a jaxpr that runs so often; returns the most bytes alive at once of what it makes.
-
-    `unused` are the numbers of results that are not taken.
-    """
+def _add(jaxpr: Any, times: int, sums: _Sums) -> int:
+    """Adds a jaxpr that runs so often; returns the most bytes alive at once of what it makes."""
     equations, results = _flatten(jaxpr, [_Value(var.aval) for var in jaxpr.invars])
-    results = [None if number in unused else value for number, value in enumerate(results)]
-    equations = _used(equations, results)
     taken = {value for value in results if value}
     beside = {value for eqn in equations if eqn.name != "dot_general" for value in eqn.inputs}
     for eqn in equations:
         taken |= set(eqn.inputs) if eqn.name in _READERS else set()
     inside = []
     for eqn in equations:
-        runs, most, unused = times, 0, eqn.unused if eqn.name == "cond" else []
+        runs = times
         if eqn.name == "scan":
             runs *= eqn.params["length"]
-            unused = [number for number in eqn.unused if number >= _count_carried(eqn)]
             sums.moved += 2 * runs * nbytes(_add_loop(eqn, times, sums))
-        for body in eqn.bodies:
-            most = max(most, _add(body, runs, sums, unused))
-        inside.append(most)
+        inside.append(max((_add(body, runs, sums) for body in eqn.bodies), default=0))
         if eqn.name == "pallas_call":  # says its FLOPs itself, as `models/ttt_kernel.py` does
             flops = float(dict(eqn.params["metadata"])["flops"])
             sums.products[eqn.inputs[0].aval.dtype.name, flops, nbytes([*eqn.inputs, *eqn.outputs])] += times
@@ -163,16 +156,6 @@ def _flatten(jaxpr: Any, inputs: Sequence[_Value]) -> tuple[list[_Equation], lis
             equations.append(_Equation(name, eqn.params, operands, [value for value in results if value], bodies))
         known |= {var: value or _Value(var.aval) for var, value in zip(eqn.outvars, results, strict=True)}
     return equations, [known[var] if isinstance(var, Var) else None for var in jaxpr.outvars]
-
-
-def _used(equations: Sequence[_Equation], results: Sequence[_Value | None]) -> list[_Equation]:
-    needed, used = {value for value in results if value}, []
-    for eqn in reversed(equations):
-        eqn.unused = [number for number, value in enumerate(eqn.outputs) if value not in needed]
-        if len(eqn.unused) < len(eqn.outputs):
-            needed.update(eqn.inputs)
-            used.append(eqn)
-    return used[::-1]
 
 
 def _bodies(eqn: Any) -> Iterator[Any]:

@@ -61,3 +61,15 @@ def test_a_loop_runs_so_often_and_copies_what_its_steps_cut_from_stacks():
     assert found.loops == (Loop(5, reverse=False, bytes=4 * 7 * 11, times=1),)
     twice = trace(lambda x, stack: jax.lax.scan(lambda x, _: (scanned(x, stack), None), x, length=2)[0], A, stack)
     assert twice.flops == 2 * found.flops
+
+
+def test_what_no_result_needs_costs_nothing_in_a_loop_either():
+    def scanned(x, stack):
+        def step(carried, w):
+            kept, dropped = carried
+            return (kept @ w, dropped @ w), None
+
+        return jax.lax.scan(step, (x, x + 1), stack)[0][0]
+
+    found = trace(scanned, A, jax.ShapeDtypeStruct((5, 11, 11), jnp.float32))
+    assert found.flops == 5 * 2 * 7 * 11 * 11
