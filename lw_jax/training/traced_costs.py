@@ -124,21 +124,15 @@ def _add_product(eqn: _Equation, times: int, sums: _Sums) -> None:
 
 def _add_loop(eqn: _Equation, times: int, sums: _Sums) -> list[Any]:
     """Adds a scan; returns what each of its steps cuts from stacks."""
-    variables = eqn.bodies[0].invars
+    body = eqn.bodies[0]
     # Fixed and carried values first. Shapes say how many, as the primitive's parameters differ by JAX's version.
-    stacks = sum(
-        len(outer.aval.shape) > len(inner.aval.shape) for outer, inner in zip(eqn.inputs, variables, strict=True)
-    )
-    first = len(variables) - stacks
-    largest = max((nbytes([var]) for var in variables[first - _count_carried(eqn) : first]), default=0)
+    pairs = zip(eqn.inputs, body.invars, strict=True)
+    first = sum(len(outer.aval.shape) == len(inner.aval.shape) for outer, inner in pairs)
+    pairs = zip(eqn.outputs, body.outvars, strict=True)
+    carried = sum(len(outer.aval.shape) == len(inner.aval.shape) for outer, inner in pairs)
+    largest = max((nbytes([var]) for var in body.invars[first - carried : first]), default=0)
     sums.loops.append(Loop(eqn.params["length"], eqn.params["reverse"], largest, times))
-    return variables[first:]
-
-
-def _count_carried(scan: _Equation) -> int:
-    """Returns how many results a scan carries from step to step; the others it stacks."""
-    pairs = zip(scan.outputs, scan.bodies[0].outvars, strict=True)
-    return sum(len(outer.aval.shape) == len(inner.aval.shape) for outer, inner in pairs)
+    return body.invars[first:]
 
 
 def _flatten(jaxpr: Any, inputs: Sequence[_Value]) -> tuple[list[_Equation], list[_Value | None]]:
