@@ -1,7 +1,10 @@
 """Connections between the processes of one run: they meet, and all end when one of them dies.
 
 JAX detects a dead process after 100 seconds; a process whose coordinator died is ended within milliseconds. Both end by
-SIGABRT with a dump, after which no scheduler requeues a job, and neither can be changed from Python (jaxlib 0.10.2).
+SIGABRT with a dump, after which no scheduler requeues a job. Nothing in jaxlib 0.10.2 changes that: under
+jax_enable_recoverability the coordinator's death aborts the others all the same, and a missed_heartbeat_callback of
+Python ends in std::bad_cast.
+
 So every process keeps a TCP connection to the first one, which the kernel closes when either dies, and JAX's own
 connection to the coordinator passes a relay inside the process, which stays open. TCP keepalive detects a lost machine.
 """
