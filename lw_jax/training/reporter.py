@@ -8,28 +8,18 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from lw_jax.core.config import Config
 from lw_jax.core.progress import Live, duration, phase
 from lw_jax.core.types import Tree
 from lw_jax.training import metrics, optimizers, sinks
 from lw_jax.training.device_monitor import Devices, Sampler
-from lw_jax.training.recipe import Recipe
 from lw_jax.training.step_spec import StepSpec
 
 
 class Reporter:
     """Reports a run to people and to the files of its workdir; of several processes the first one alone."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        recipe: Recipe,
-        step_spec: StepSpec,
-        workdir: Path | None,
-        services: sinks.Services | None = None,
-        *,
-        quiet: bool = False,
-    ):
+    def __init__(self, step_spec: StepSpec, workdir: Path | None, services: sinks.Services | None, *, quiet: bool):
+        cfg, recipe = step_spec.cfg, step_spec.recipe
         self._train, self._recipe, self._workdir, self._services = cfg.train, recipe, workdir, services
         self._is_first_process = jax.process_index() == 0
         self._shows = self._is_first_process and not quiet

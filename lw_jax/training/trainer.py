@@ -69,7 +69,7 @@ class Run:
         self.step_spec = StepSpec(cfg, recipe)
         self.accumulation = self.step_spec.accumulation(cfg.train.micro_batch)
         self.state: State = {}
-        self.reporter = Reporter(cfg, recipe, self.step_spec, workdir, services, quiet=quiet)
+        self.reporter = Reporter(self.step_spec, workdir, services, quiet=quiet)
         self.validation_loop = ValidationLoop(self.step_spec, say=self.reporter.say)
         self._session: _Session | None = None
         self._pending: tuple[int, Tree] | None = None  # a step and its values, not read yet
