@@ -66,7 +66,7 @@ def test_what_json_cannot_say_is_written_as_a_word(tmp_path, value, text):
     assert json.loads(path.read_text(), parse_constant=refuse) == {"step": 1, "train/loss": text}
 
 
-def test_clock_leaves_the_compiling_step_out_and_claims_no_pace_where_no_step_passed(monkeypatch):
+def test_clock_leaves_compilation_and_validation_out_and_claims_no_pace_where_no_step_passed(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
     clock = metrics.Clock(20, 60)
@@ -74,6 +74,8 @@ def test_clock_leaves_the_compiling_step_out_and_claims_no_pace_where_no_step_pa
     assert clock.compiled(21) == 50
     now[0] += 3
     assert all(math.isnan(value) for value in clock.lap(21))
+    with clock.paused():
+        now[0] += 500
     now[0] += 5
     assert clock.lap(25) == (2.0, 2.0 * 35), "the seconds before the empty lap count"
     now[0] += 20

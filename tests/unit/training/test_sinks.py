@@ -70,6 +70,7 @@ class Standin:
     def init(self, **options):
         self.meet("init")
         assert options["resume"] == "allow" and options["allow_val_change"]
+        assert sinks.os.environ["WANDB_FINISH_TIMEOUT"] == "30", "a job that is stopped must end"
         self.params["wandb"].append(options["config"])
         self.names.add(options["name"])
         rows = self.rows["wandb"].setdefault(options["id"], [])
@@ -95,6 +96,7 @@ class Standin:
 
     def start_run(self, run_id, run_name):
         self.meet("start_run")
+        assert sinks.os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "10", "a job that is stopped must end"
         self.names.add(run_name)
         run_id = run_id or f"m{len(self.rows['mlflow'])}"
         self.rows["mlflow"].setdefault(run_id, [])
