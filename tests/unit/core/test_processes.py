@@ -119,6 +119,13 @@ def test_error_of_one_ends_the_others_with_its_code_after_a_grace(three):
         assert code == 2 and told.startswith("process 1 of 3 has ended with code 2")
 
 
+def test_error_of_its_own_ends_a_process_with_its_own_code_when_the_first_is_gone(three):
+    three[1][0].leave(2)
+    die(three[0][0])
+    assert three[1][1].event.wait(10)
+    assert three[1][1].said == [("", 2)]
+
+
 def test_what_the_first_process_finds_holds_for_all(monkeypatch):
     client = Client()
     monkeypatch.setattr(processes, "_client", lambda: client)

@@ -60,6 +60,7 @@ def test_scalars_are_means_of_each_device_since_the_last_call(now):
     assert found["devices/utilisation/gpu5"] == pytest.approx(0.2)
     assert found["devices/memory_bytes/gpu0"] == 20 * GB
     assert found["devices/peak_bytes/gpu0"] == 30 * GB, "a peak is not averaged"
+    assert "devices/limit_bytes/gpu0" not in found, "it is the same in every row"
     assert play(sampler, now, 1).scalars()["devices/utilisation/gpu0"] == 0.2
     assert sampler.scalars() == {}, "nothing was sampled since"
 

@@ -53,6 +53,7 @@ class Standin:
         self.params: dict[str, list[dict[str, Any]]] = {name: [] for name in BOTH}
         self.ends: list[Any] = []
         self.names: set[str] = set()
+        self.axes: dict[str, str | None] = {}  # of wandb's metrics
         self.down: dict[str, type[Exception]] = {}  # "init", "log_batch", ... -> what it raises
 
     def meet(self, call: str) -> None:
@@ -83,11 +84,15 @@ class Standin:
             self.ends.append(exit_code)
             self.meet("finish")
 
+        def define_metric(name, step_metric=None):
+            self.meet("define_metric")
+            self.axes[name] = step_metric
+
         return types.SimpleNamespace(
             log=log,
             finish=finish,
             mark_preempting=lambda: self.ends.append("preempting"),
-            define_metric=lambda name, step_metric=None: self.meet("define_metric"),
+            define_metric=define_metric,
         )
 
     # mlflow
@@ -160,7 +165,7 @@ def test_row_is_logged_once_whatever_is_taken_again(libraries, tmp_path):
         assert found == rows, f"one run in {name}, every row once"
         record = json.loads((tmp_path / "run" / f"{name}.json").read_text("utf-8"))
         assert record == {"run": run_id, "logged": {"train": 4, "validation": 2}}
-    assert libraries.names == {"run"}
+    assert libraries.names == {"run"} and libraries.axes == {"step": None, "*": "step"}
     assert libraries.params == {
         "wandb": [config.to_dict(cfg)] * 2,
         "mlflow": [config.flatten(config.to_dict(cfg))],
