@@ -112,10 +112,10 @@ def train(
     done = subprocess.run(words, capture_output=True, text=True, env=environ, check=False)
     if done.returncode:
         raise UserError(f"training under {placed.strategy} ended with code {done.returncode}: {done.stderr[-2000:]}")
-    placed_lines = [line for line in done.stdout.splitlines() if line.startswith("placement ")]
-    where = placed_lines[0] if placed_lines else "placement single: data=1 x model=1 on 1 cpu"  # a run leaves it out
+    placed_lines = [line.partition(": ")[2] for line in done.stdout.splitlines() if line.startswith("placement ")]
+    where = placed_lines[0] if placed_lines else "the only device"  # of which a run says nothing
     rows = metrics.read_metrics(workdir / "metrics.jsonl")
-    return where.partition(": ")[2], [row["train/loss"] for row in rows if "train/loss" in row]
+    return where, [row["train/loss"] for row in rows if "train/loss" in row]
 
 
 def differences(curve: Sequence[float], reference: Sequence[float]) -> list[float]:
