@@ -90,14 +90,17 @@ class LatentWire(WireReaders):
         if spec.body and spec.pairs is None:
             body = frozen_models.BODIES[self.cfg.encoder.kind].abstract(spec.body)
         sizes = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.wire.readers}
-        arguments = rngs.abstract(), body, sizes
-        models = spec, {name: reader.config for name, reader in self.wire.readers.items()}
-        trace = functools.partial(jax.eval_shape, self.wire.init, *arguments)
-        trainable = step_costs.once(self, "", "abstract", (models, arguments), trace)
+        trainable = jax.eval_shape(self._init, rngs.abstract(), body, sizes)
         frozen = self._abstract_readers()
         if spec.pairs is not None and isinstance(spec.body, DecoderConfig):
             frozen[SHARED] = frozen_models.abstract_body(spec.body, spec.precision)
         return Weights(trainable, frozen)
+
+    @functools.cached_property
+    def _init(self) -> Callable[..., Tree]:
+        """Draws the trained parameters; traced once for all recipes of the same models, wherever they lie."""
+        models = self.wire.encoder, {name: reader.config for name, reader in self.wire.readers.items()}
+        return step_costs.once(self, "", "init", models, lambda: jax.jit(self.wire.init))
 
     @functools.cached_property
     def _shardings(self) -> Weights:
@@ -118,7 +121,7 @@ class LatentWire(WireReaders):
         key = rngs.stream(self.cfg.seed, "trainable")
         sizes = jax.device_get(place.replicate(self._embedding_sizes(readers), self.placement.learner))
         # On one device, as every placement has it whole: one program for all of them.
-        trainable = jax.device_put(jax.jit(self.wire.init)(key, body, sizes), placed.trainable)
+        trainable = jax.device_put(self._init(key, body, sizes), placed.trainable)
         for start in self._starts():
             trainable = jax.device_put(start(trainable, readers), placed.trainable)
         return Weights(trainable, readers)
