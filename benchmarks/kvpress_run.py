@@ -5,6 +5,7 @@
 Knows no JAX. Every press gets the ids that we give our reader: what it shortens are the opening and the text.
 """
 
+import contextlib
 import json
 import sys
 import time
@@ -63,13 +64,10 @@ def answer(model: Any, press: Any, question: dict[str, list[int]], case: dict[st
     cache: Any = transformers.DynamicCache()
     context = torch.cat([ids["before"], ids["text"]], dim=1)
     length, started = context.shape[1], time.perf_counter()
-    if press is None:
+    with press(model) if press else contextlib.nullcontext():
         model(input_ids=context, past_key_values=cache, logits_to_keep=1)
-    else:
-        with press(model):
-            model(input_ids=context, past_key_values=cache, logits_to_keep=1)
-            if hasattr(press, "prefix_length"):  # of KVzip: it takes the chat template's, and ours has a system prompt
-                press.prefix_length = ids["before"].shape[1]
+        if hasattr(press, "prefix_length"):  # of KVzip: it takes the chat template's, and ours has a system prompt
+            press.prefix_length = ids["before"].shape[1]
     if case["device"] == "cuda":
         torch.cuda.synchronize()
     seconds, sizes = time.perf_counter() - started, [one.keys.shape[2] for one in cache.layers]

@@ -15,9 +15,9 @@ goes on to the rounds. Each turn is a process of its own with random weights at 
 GPU where there is one. Needs requirements-dev.txt; fetches nothing.
 """
 
-import dataclasses
 import json
 import os
+import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -87,15 +87,13 @@ def settle(config: str, assignments: Mapping[str, str], precision: str = "own") 
         raise UserError(
             f"config.data.packed_tokens = {cfg.data.packed_tokens}: the peer reads one question a row; set it to 0"
         )
-    remat = "none" if cfg.compute.remat == "auto" else cfg.compute.remat
-    train = dataclasses.replace(cfg.train, micro_batch=0)
-    compute, optim = dataclasses.replace(cfg.compute, remat=remat), dataclasses.replace(cfg.optim, kind="adamw")
-    cfg = dataclasses.replace(cfg, train=train, compute=compute, optim=optim)
-    if precision == "own":
-        return cfg
-    dtype, stored = PRECISIONS[precision]
-    llms = {name: dataclasses.replace(llm, weights=stored) for name, llm in cfg.llms.items()}
-    return dataclasses.replace(cfg, llms=llms, compute=dataclasses.replace(cfg.compute, dtype=dtype))
+    values = {"train.micro_batch": "0", "optim.kind": "adamw"}
+    if cfg.compute.remat == "auto":
+        values["compute.remat"] = "none"
+    if precision != "own":
+        values["compute.dtype"], stored = PRECISIONS[precision]
+        values |= {f"llms.{name}.weights": stored for name in cfg.llms}
+    return common.load(config, {**assignments, **values})
 
 
 class Sides:
@@ -119,7 +117,9 @@ class Sides:
         return self._checked[variant, which]
 
     def turn(self, variant: Variant, part: str, *, warmup: int, steps: int) -> Told:
-        return self._run(variant, "time", part=part, warmup=warmup, steps=steps)
+        told = self._run(variant, "time", part=part, calls=warmup + steps)
+        own = told["seconds"][warmup:]
+        return told | {"first_seconds": told["seconds"][0], "seconds": own, "median": statistics.median(own)}
 
     def _run(self, variant: Variant, doing: str, **words: Any) -> Told:
         words |= {"precision": variant.precision, "seconds": LIMIT, "env": self.env}

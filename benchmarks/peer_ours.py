@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import resource
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,18 +152,17 @@ class Side:
         return WireFunctions(dataclasses.replace(wire, readers=readers), self.placement)
 
 
-def time(case: str, part: str, precision: str, warmup: int, steps: int, **spec: Any) -> dict[str, Any]:
+def time(case: str, part: str, precision: str, calls: int, **spec: Any) -> dict[str, Any]:
     del case  # random weights at full depth
     side = Side(settle(**spec, precision=precision), None)
     if part == "answer":
         latents = side.encoder()()
-        calls = [side.answerer(name, side.prompt(name, latents)) for name in side.cfg.llms]
+        work = [side.answerer(name, side.prompt(name, latents)) for name in side.cfg.llms]
     else:
-        calls = [side.stepper() if part == "step" else side.encoder()]
-    seconds = timing.repeat(lambda: [call() for call in calls], repeats=warmup + steps, warmup=0)
-    own, host = seconds[warmup:], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    told = {"first_seconds": seconds[0], "seconds": own, "median": statistics.median(own)}
-    return told | {"peak_bytes": timing.peak_bytes(), "host_bytes": host}
+        work = [side.stepper() if part == "step" else side.encoder()]
+    seconds = timing.repeat(lambda: [call() for call in work], repeats=calls, warmup=0)
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"seconds": seconds, "peak_bytes": timing.peak_bytes(), "host_bytes": host}
 
 
 def check(case: str, part: str, precision: str, check: str, **spec: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import resource
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +23,7 @@ class Job:
     precision: str  # what is in bf16 beside fp32: "fp32" | "autocast" products | "frozen" models too | "whole": all
     compiled: bool  # through torch.compile
     check: str = ""  # .npz to write the arrays of a check to; empty: timed
-    warmup: int = 0
-    steps: int = 0
+    calls: int = 0  # timed
 
     def __post_init__(self):
         self.case = Path(self.case) / ("check" if self.check else "full")
@@ -55,16 +53,15 @@ class Job:
         return {key: value.long() if value.dtype == torch.int32 else value for key, value in found.items()}
 
     def timed(self, call: Callable[[], Any]) -> dict[str, Any]:
-        """Returns the seconds of each call, until the device has finished it, after those that warm up."""
+        """Returns the seconds of each call, until the device has finished it."""
         seconds = []
-        for _ in range(self.warmup + self.steps):
+        for _ in range(self.calls):
             started = time.perf_counter()
             call()
             if self.device == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - started)
-        own = seconds[self.warmup :]
-        return {"first_seconds": seconds[0], "seconds": own, "median": statistics.median(own)}
+        return {"seconds": seconds}
 
     def checked(self, arrays: dict[str, torch.Tensor], step: Callable[[], Any] | None) -> dict[str, float]:
         """Writes the arrays of a check; returns loss and gradient's norm of `step`, where there is one."""
