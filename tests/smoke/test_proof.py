@@ -19,7 +19,7 @@ from lw_jax.core import config, tree
 from lw_jax.data import question_cards
 from lw_jax.recipes import selfmade
 from tests import tiny
-from tests.commands import PROJECT, QUESTION, TEXT, environment, start
+from tests.commands import PROJECT, QUESTION, TEXT, environment, start, start_several
 
 VALUES = 30  # of each key: the best guess without the card
 CHANCE = 1 / VALUES
@@ -102,26 +102,24 @@ def test_message_crosses_a_pipe_and_is_answered_as_from_its_text(trained: Path, 
     assert found[1:] == expected[1:] and len(found) == 4
 
 
-@pytest.mark.usefixtures("trained")  # whose readers are taken
+@pytest.mark.usefixtures("trained")  # whose reader is taken
 def test_thirty_two_examples_overfit_by_generation(tmp_path: Path) -> None:
-    """From scratch, byte encoder and random adapters: only a right signal, EOS included, ends in whole answers."""
+    """From scratch, byte encoder and random adapter: only a right signal, EOS included, ends in whole answers."""
     made = question_cards.make(32, facts=8, seed=3, split="train", style="pairs")
     rows = [{"context": e.context, "question": e.question, "answers": list(e.answers)} for e in made]
     for name in ("train.jsonl", "same.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    of_pairs = config.build(pairs.get_config())
-    readers = {name: selfmade.finished_folder(of_pairs, f"selfmade:{name}") for name in of_pairs.llms}
-    changes = [f"--config.llms.{name}.source={folder}" for name, folder in readers.items()]
-    changes += (
-        "--config.data.train=train.jsonl --config.data.validation=same.jsonl --config.adapter.start=random "
-        "--config.encoder.kind=bytes --config.encoder.source= --config.encoder.layers=2 --config.train.steps=150 "
-        "--config.encoder.window=256 --config.optim.learning_rate=3e-3 --config.eval.rows=latents,shuffled "
-        "--config.train.eval_every=0"
+    reader = selfmade.finished_folder(config.build(pairs.get_config()), "selfmade:llama")
+    words = ["--config", "configs/pairs_one.py", f"--config.llms.llama.source={reader}"]
+    words += (
+        "--config.data.train=train.jsonl --config.data.validation=same.jsonl "
+        "--config.adapter.start=random --config.encoder.kind=bytes --config.encoder.source= --config.encoder.layers=2 "
+        "--config.encoder.window=256 --config.optim.learning_rate=3e-3 --config.train.steps=150 "
+        "--config.train.eval_every=0 --config.eval.rows=latents,shuffled --workdir w"
     ).split()
-    for verb in ("train", "eval"):
-        words = (verb, "--config", "configs/pairs.py", *changes, "--workdir", "w")
-        done = start(*words, cwd=tmp_path, environ=environment(1))
-        assert done.returncode == 0, done.stdout + done.stderr
-    for found in json.loads((tmp_path / "w" / "eval.json").read_text(encoding="utf-8"))["rows"].values():
-        assert found["latents"]["em"] > 0.9
-        assert found["shuffled"]["em"] < 0.5
+    environ = environment(1) | {"PYTHONPATH": str(PROJECT)}
+    done = start_several({verb: [verb, *words] for verb in ("train", "eval")}, cwd=tmp_path, environ=environ)
+    assert all(code == 0 for code, _, _ in done.values()), done
+    (found,) = json.loads((tmp_path / "w" / "eval.json").read_text(encoding="utf-8"))["rows"].values()
+    assert found["latents"]["em"] > 0.9
+    assert found["shuffled"]["em"] < 0.5
