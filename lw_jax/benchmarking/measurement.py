@@ -222,6 +222,7 @@ def padded(batch: Tree) -> float:
     """Returns the share of a batch's positions that hold no token; 0 where nothing is ever padded."""
     fields = tree.flatten_paths(batch)
     masks = [leaf for path, leaf in fields.items() if path.split("/")[-1] == "mask"]
+    masks += [leaf > 0 for path, leaf in fields.items() if path.split("/")[-1] == "segments"]  # of packed questions
     answers = [path.removesuffix("targets") for path in fields if path.split("/")[-1] == "targets"]
     masks += [fields[f"{path}weights"] > 0 for path in answers]
     total = sum(mask.size for mask in masks)

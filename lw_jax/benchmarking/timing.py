@@ -119,5 +119,5 @@ def stepper(program: StepSpec, call: Callable[..., Any], batch: Tree) -> Callabl
 
 
 def peak_bytes() -> int | None:
-    """Returns the peak memory of the first device; None where the runtime does not report it."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    """Returns the peak memory of the fullest device; None where the runtime does not report it."""
+    return max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()) or None

@@ -118,14 +118,18 @@ def phase(what: str, total: float = 0, unit: str = "", *, ends: bool = True) -> 
 
 class _Phase:
     def __init__(self, what: str, total: float, unit: str):
-        self.what, self.total, self.unit, self.done = what, total, unit, 0.0
+        self.what, self.total, self.unit, self.done, self._skipped = what, total, unit, 0.0, 0.0
         self.ended, self._begun, self._told = threading.Event(), time.monotonic(), False
         self._seconds = _seconds()
         self._first: tuple[float, float] | None = None  # when the first part, which compiles, was done, and its size
 
     def advance(self, count: float = 1) -> None:
         self.done += count
-        self._first = self._first or (time.monotonic(), self.done)
+        self._first = self._first or (time.monotonic(), self.done - self._skipped)
+
+    def skip(self, count: float = 1) -> None:
+        """Counts as done what was done before, which says nothing of the time that the rest takes."""
+        self.done, self._skipped = self.done + count, self._skipped + count
 
     def track(self, items: Iterable[_T]) -> Iterator[_T]:
         """Yields the items, each counted as done when the next one is asked for."""
@@ -140,10 +144,11 @@ class _Phase:
             done = f"{self.done:,.0f} {self.unit}, " if self.done else ""
             return f"{self.what}: {done}{duration(now - self._begun)}"
         text = f"{self.what}: {self.done:,.0f} of {self.total:,.0f}{self.unit and ' '}{self.unit}"
-        begun, first = self._first or (now, self.done)
-        if first == self.done:
+        worked = self.done - self._skipped
+        begun, first = self._first or (now, worked)
+        if first == worked:
             return f"{text}, {duration(now - self._begun)} so far"
-        left = (now - begun) / (self.done - first) * max(0.0, self.total - self.done)
+        left = (now - begun) / (worked - first) * max(0.0, self.total - self.done)
         return f"{text}, left {duration(left)}"
 
     def tell(self) -> None:

@@ -164,17 +164,20 @@ def measure(  # noqa: PLR0913
     with phase("reading the questions in every row of the table", total, "batches") as done:
         for host in batches_by_length(encoded, indices, batch):
             for name, host_fields in host["readers"].items():
-                if missing := log.missing(name, rows, host["index"][host["valid"]].tolist()):
-                    fields = bench.functions.place(host_fields, name)
-                    for row, row_prompt in bench.prompts(fields, name, missing).items():
-                        outputs = bench.answer(fields, name, row_prompt.prompt, max_new_tokens=max_new_tokens)
-                        taken = row_prompt.positions
-                        if row_prompt.sent is None:
-                            taken = [positions(encoded, name, row, index, slots=0) for index in host["index"]]
-                        records = records_of(encoded, host, name, row, outputs, taken, texts)
-                        if ROWS[row].latents == "own" and row_prompt.ratio == bench.ratio and not ROWS[row].swapped:
-                            _measure_sizes(records, host, codings[name], row_prompt)
-                        log.add(records)
+                missing = log.missing(name, rows, host["index"][host["valid"]].tolist())
+                if not missing:
+                    done.skip()
+                    continue
+                fields = bench.functions.place(host_fields, name)
+                for row, row_prompt in bench.prompts(fields, name, missing).items():
+                    outputs = bench.answer(fields, name, row_prompt.prompt, max_new_tokens=max_new_tokens)
+                    taken = row_prompt.positions
+                    if row_prompt.sent is None:
+                        taken = [positions(encoded, name, row, index, slots=0) for index in host["index"]]
+                    records = records_of(encoded, host, name, row, outputs, taken, texts)
+                    if ROWS[row].latents == "own" and row_prompt.ratio == bench.ratio and not ROWS[row].swapped:
+                        _measure_sizes(records, host, codings[name], row_prompt)
+                    log.add(records)
                 done.advance()
     return log.read(tuple(encoded.readers), rows, indices)
 

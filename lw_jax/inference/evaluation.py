@@ -80,6 +80,8 @@ def _evaluate_latents(wire: TrainedWire) -> Evaluation:
         curve = _fitting(
             batch, cfg.eval, lambda options: quality_curve.sweep(bench, measured, options=options, **sizes)
         )
+        if cut := measured.encoded.counts["source_cut"]:
+            _say(f"bytes of texts are of whole texts; the encoder read {cut} texts in part (data.overlong)")
         if cfg.encoder.kind == "lm":
             texts = quality_curve.texts_of(measured, cfg.eval)
             coded = quality_curve.model_bytes(texts, wire.recipe.surprisal.score(texts))

@@ -108,7 +108,9 @@ def _job(cfg: Config, size: int | None) -> str:
     samples = cfg.train.steps * cfg.train.global_batch
     line = f"{cfg.train.steps} steps x {cfg.train.global_batch} = {samples:,} samples"
     unknown = "not counted in tokens" if cfg.recipe == "ttt" else "not known: the data is not on this machine"
-    line += f" = {samples / size:.1f} epochs of {size:,}" if size else f", epochs {unknown}"
+    # Other stages read passages.
+    asked = cfg.train.global_batch * sum(steps for name, _, steps in config.stages(cfg) if name == "answer")
+    line += f" = {asked / size:.1f} epochs of {size:,}" if size else f", epochs {unknown}"
     if recipes.kind_of(cfg) is LatentWire:
         line += f"; {cfg.encoder.slots} latents x {cfg.encoder.width} a text"
     return line

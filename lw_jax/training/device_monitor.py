@@ -100,6 +100,7 @@ class Sampler:
         self._line_started = time.monotonic()
 
     def __enter__(self) -> Self:
+        self._line_started = time.monotonic()
         self._thread.start()
         return self
 

@@ -1,5 +1,6 @@
 """Progress lines, metrics and device readings of one run."""
 
+import collections
 import contextlib
 import math
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ class Reporter:
         self._logs: list[metrics.MetricsLog | sinks.TensorBoard] = []
         self.clock = metrics.Clock(0, cfg.train.steps)
         self.last: dict[str, float] = {}  # metrics that were reported
+        self._steps: dict[str, list[float]] = collections.defaultdict(list)  # metrics of the steps since then
         used = {device for mesh in recipe.placement.meshes for device in mesh.local_devices}
         suffix = "" if self._is_first_process else f"-{jax.process_index()}"
         self._sampler = Sampler(
@@ -50,6 +52,7 @@ class Reporter:
     def open_logs(self, first: int, *, revalidate: bool) -> Iterator[None]:
         """Opens the metrics logs without rows beyond step `first` and restarts the clock."""
         self._logs, self.clock = [], metrics.Clock(first, self._train.steps)
+        self._steps.clear()
         folder = self._workdir if self._is_first_process else None
         with contextlib.ExitStack() as stack:
             if folder:
@@ -81,9 +84,16 @@ class Reporter:
         self._live.advance(step)
 
     def report(self, step: int, values: Tree, *, final: bool = False) -> None:
+        """Takes each step's values; at a step that is logged, reports their means since the last one that was.
+
+        A single step would show some tasks or lengths alone: those of a mixture come in a fixed order.
+        """
+        for name, value in values.items():
+            self._steps[name].append(float(value))
         if not (final or step % self._train.log_every == 0):
             return
-        scalars = self.last = {name: float(value) for name, value in values.items()}
+        scalars = self.last = {name: sum(steps) / len(steps) for name, steps in self._steps.items()}
+        self._steps.clear()
         unit, per_example = self._recipe.unit
         pace, left = self.clock.lap(step)
         fields = {name: f"{name} {value:.4g}" for name, value in scalars.items()}

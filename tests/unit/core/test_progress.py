@@ -126,6 +126,17 @@ def test_phase_that_lasts_tells_done_total_and_time_left(hurried, capsys):
     assert re.search(r"reading texts: [23] of 4 batches, left 0s", err)
 
 
+def test_parts_done_before_do_not_shorten_the_time_left(monkeypatch):
+    moment = [0.0]
+    monkeypatch.setattr(live_module.time, "monotonic", lambda: moment[0])
+    work = live_module._Phase("asking", 100, "batches")
+    work.skip(90)
+    for _ in range(2):
+        moment[0] += 3.0
+        work.advance()
+    assert str(work) == "asking: 92 of 100 batches, left 24s"
+
+
 def test_innermost_phase_tells_and_one_that_failed_is_over(hurried, capsys):
     with live_module.phase("outer", ends=False):
         with pytest.raises(OSError), live_module.phase("inner", 2):

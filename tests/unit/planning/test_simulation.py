@@ -35,6 +35,12 @@ def test_job_is_told_in_samples_epochs_and_latents(blocks):
     assert blocks[0] == ["600 steps x 8 = 4,800 samples = 75.0 epochs of 64; 5 latents x 24 a text"]
 
 
+def test_steps_that_read_passages_are_no_epochs_of_the_questions(cfg, plans):
+    staged = tiny.change(cfg, stages__align__share=0.25, stages__pretrain__share=0.25)
+    told = simulation.text(staged, plans, own={}, estimate=ESTIMATE)
+    assert told.startswith("600 steps x 8 = 4,800 samples = 37.5 epochs of 64;")
+
+
 def test_costs_are_those_of_the_plans(blocks, plans):
     _, *rows = blocks[1]
     assert len(rows) == 2

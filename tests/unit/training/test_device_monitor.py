@@ -68,7 +68,9 @@ def test_scalars_are_means_of_each_device_since_the_last_call(now):
 def test_lines_are_written_at_intervals_and_at_the_end(now, tmp_path):
     path = tmp_path / "devices.jsonl"
     steps = [[busy("gpu0", step / 10), busy("gpu1", 1 - step / 10, peak=step)] for step in range(1, 8)]
-    with Sampler(script(*steps), path=path, period=600, line_seconds=5) as sampler:
+    made = Sampler(script(*steps), path=path, period=600, line_seconds=5)
+    now[0] += 30  # weights are loaded
+    with made as sampler:
         play(sampler, now, 2, 2)
         assert not path.exists()
         play(sampler, now, 2, 1, 1)

@@ -1,0 +1,23 @@
+"""lw_jax/training/reporter.py: what a row of metrics.jsonl holds."""
+
+import pytest
+
+from lw_jax.training.metrics import read_metrics
+from lw_jax.training.reporter import Reporter
+from lw_jax.training.step_spec import StepSpec
+from tests import tiny
+
+
+def test_a_row_has_the_means_of_the_steps_since_the_last_one_each_of_the_steps_that_have_it(tmp_path):
+    recipe = tiny.make_ttt(tmp_path, train__log_every=3, train__log_to=())
+    reporter = Reporter(StepSpec(recipe.cfg, recipe), tmp_path, None, quiet=True)
+    with reporter.open_logs(0, revalidate=False):
+        for step in range(1, 8):
+            values = {"loss": float(step)} | ({"reconstruct/loss": 10.0 * step} if step % 2 else {})
+            reporter.report(step, values, final=step == 7)
+    rows = [
+        (row["step"], row["train/loss"], row["train/reconstruct/loss"])
+        for row in read_metrics(tmp_path / "metrics.jsonl")
+    ]
+    assert rows == [(3, 2.0, 20.0), (6, 5.0, 50.0), (7, 7.0, 70.0)]
+    assert reporter.last == {"loss": 7.0, "reconstruct/loss": pytest.approx(70.0)}
