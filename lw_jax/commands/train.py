@@ -1,8 +1,9 @@
 """`run.py train`: train a configuration, or resume its run."""
 
 import argparse
+import functools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import jax
@@ -31,28 +32,40 @@ def run(_: argparse.Namespace, loaded: Loaded) -> int:
     # the folder, as those of a run that has it are in use.
     runtime.start(devices=False)
     sinks.check_installed(loaded.cfg)
-    processes.from_first(lambda: _take_folder(loaded))
-    return main(loaded.cfg, loaded.workdir)
+    record = functools.partial(
+        run_folder.write_workdir,
+        loaded.workdir,
+        cfg=loaded.cfg,
+        base=loaded.defaults,
+        command=("run.py", *sys.argv[1:]),
+    )
+    processes.from_first(lambda: _take_folder(loaded, record))
+    return main(loaded.cfg, loaded.workdir, record)
 
 
-def _take_folder(loaded: Loaded) -> None:
+def _take_folder(loaded: Loaded, record: Callable[[], None]) -> None:
     run_folder.lock(loaded.workdir)
-    run_folder.write_workdir(loaded.workdir, cfg=loaded.cfg, base=loaded.defaults, command=("run.py", *sys.argv[1:]))
+    run_folder.check_run(loaded.cfg, loaded.workdir)
+    if not run_folder.has_trained(loaded.workdir):
+        record()
 
 
-def main(cfg: Config, workdir: Path) -> int:
-    """Trains until `train.steps`, or saves and returns `runtime.REQUEUE` when asked to stop."""
+def main(cfg: Config, workdir: Path, record: Callable[[], None] = lambda: None) -> int:
+    """Trains until `train.steps`, or saves and returns `runtime.REQUEUE` when asked to stop.
+
+    `record` writes what the run is into its folder, once it is known to take a step there.
+    """
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     runtime.start_devices()
     preflight.refuse(preflight.inspect(cfg, None))  # an impossible schedule is refused before minutes of making readers
     hardware.check_processes(cfg, jax.device_count(), jax.process_count())
     if jax.process_index():
-        return _train(cfg, workdir, None)
+        return _train(cfg, workdir, None, record)
     services = sinks.Services(cfg, workdir)  # before minutes of making readers and reading weights
     code = 1  # of an exception
     try:
         _print_lines(services.notices)
-        code = _train(cfg, workdir, services)
+        code = _train(cfg, workdir, services, record)
     finally:
         _print_lines(services.close(code))
     return code
@@ -71,7 +84,7 @@ def _describe_models(cfg: Config, recipe: Recipe) -> Iterator[str]:
         yield f"encoder: {body}; a message has at most {cfg.encoder.slots} latents of {cfg.encoder.width} values"
 
 
-def _train(cfg: Config, workdir: Path, services: sinks.Services | None) -> int:
+def _train(cfg: Config, workdir: Path, services: sinks.Services | None, record: Callable[[], None]) -> int:
     first = jax.process_index() == 0
     if first:
         print(runtime.device_line(), flush=True)
@@ -81,8 +94,6 @@ def _train(cfg: Config, workdir: Path, services: sinks.Services | None) -> int:
         print(f"precision: {planner.precision(cfg)}", flush=True)
         if jax.device_count() > 1:
             print(placement.describe(), flush=True)
-        card = gpus.of_device(jax.local_devices()[0])
-        hardware_record.write(workdir, cfg, placement, card=card.name if card else "")
     recipe = recipes.make(cfg, placement) if cfg.train.steps else CacheWire(cfg, placement)
     if first:
         _print_lines(_describe_models(cfg, recipe))
@@ -90,19 +101,29 @@ def _train(cfg: Config, workdir: Path, services: sinks.Services | None) -> int:
     preflight.refuse(findings)
     if first:
         _print_lines(findings)
+
+    def begin(step: int) -> None:  # a start that is refused, or finds the run finished, changes no record of it
+        if first:
+            record()
+            card = gpus.of_device(jax.local_devices()[0])
+            hardware_record.write(workdir, cfg, placement, card=card.name if card else "", step=step)
+
     identity = recipes.identity(recipe, cfg)
     with Checkpointer(workdir / "checkpoints", keep=KEEP, identity=identity) as checkpointer:
         if not cfg.train.steps:
-            return _save_start(recipe, checkpointer, workdir)
+            return _save_start(recipe, checkpointer, workdir, begin)
         training = Run(cfg, recipe, checkpointer, workdir, services)
         training.prepare()  # until here a signal ends the process at once (`process_start`): there is nothing to save
+        if training.first_step < cfg.train.steps:
+            begin(training.first_step)
         with runtime.Preemption() as preemption:
             return training.train(preemption.requested)
 
 
-def _save_start(recipe: Recipe, checkpointer: Checkpointer, workdir: Path) -> int:
+def _save_start(recipe: Recipe, checkpointer: Checkpointer, workdir: Path, begin: Callable[[int], None]) -> int:
     """Saves the start of a run without steps as its only checkpoint, unless the folder has it."""
     if checkpointer.restore({"trainable": recipe.placed().trainable}) is None:
+        begin(0)
         checkpointer.save(0, {"trainable": recipe.build().trainable}, data={}, wait=True)
     print(f"{workdir}: finished, nothing is trained; python run.py eval --workdir {workdir} measures it", flush=True)
     return 0

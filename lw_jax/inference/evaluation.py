@@ -39,6 +39,7 @@ from lw_jax.planning.generation_memory import generation
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.recipes.wire_readers import WireReaders
 from lw_jax.training import evaluation_memory, memory_limit, out_of_memory
+from lw_jax.training.run_folder import EVALUATION
 from lw_jax.training.step_spec import StepSpec
 
 _T = TypeVar("_T")
@@ -236,14 +237,14 @@ def write(found: Evaluation, workdir: Path, *, step: int, data: str) -> list[Pat
         "curve": found.curve,
         "counts": found.measured.encoded.counts,
     }  # pyright: ignore  # figures by name
-    names = ["eval.json", "predictions.jsonl", "slots.json"]
+    names = [EVALUATION, "predictions.jsonl", "slots.json"]
     if found.curve:
         names.append("bytes.csv")
         quality_curve.write_csv(found.curve, workdir / "bytes.csv")
     else:
         (workdir / "bytes.csv").unlink(missing_ok=True)  # of an earlier evaluation
     lines = (results.to_json(record) + "\n" for record in found.measured.records)
-    write_whole(workdir / "eval.json", msgspec.json.format(results.to_json(result), indent=2) + "\n")
+    write_whole(workdir / EVALUATION, msgspec.json.format(results.to_json(result), indent=2) + "\n")
     write_whole(workdir / "predictions.jsonl", "".join(lines))
     write_whole(workdir / "slots.json", results.to_json(found.slots) + "\n")
     (workdir / coded_evaluation.PARTIAL).unlink(missing_ok=True)

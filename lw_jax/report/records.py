@@ -14,7 +14,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.schema import Index, Size
 from lw_jax.evals.results import Count, Curve, Known, Positive, Results, Word
-from lw_jax.training.run_folder import read_config, read_devices, read_metrics, read_typed_rows
+from lw_jax.training.run_folder import EVALUATION, read_config, read_devices, read_metrics, read_typed_rows
 
 TEXTS = ("config.diff", "command.txt", "versions.json")
 REMEDY = "the file must be as this version writes it: remove it, or write it anew with its command"
@@ -136,7 +136,7 @@ def read(workdir: Path) -> Run:
         cfg=read_config(workdir),
         metrics=read_metrics(log) if log.exists() else [],
         logged=datetime.fromtimestamp(log.stat().st_mtime, UTC) if log.exists() else None,
-        evaluation=_read(workdir / "eval.json", Results, {}),
+        evaluation=_read(workdir / EVALUATION, Results, {}),
         predictions=read_typed_rows(predictions, Prediction, remedy=REMEDY) if predictions.exists() else [],
         slots=_read_slots(workdir / "slots.json"),
         devices=read_devices(workdir),

@@ -11,7 +11,6 @@ from lw_jax.core import schema
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
-from lw_jax.training.run_folder import read_metrics
 from sharding.placement import Placement
 
 FILE = "hardware.json"
@@ -39,21 +38,14 @@ def read(workdir: Path) -> HardwareRecord:
         raise UserError(f"{workdir / FILE}: missing, so that nobody knows what was measured on; {rule}") from error
 
 
-def write(workdir: Path, cfg: Config, placement: Placement, *, card: str) -> None:
-    """Records the devices of a run. A run that resumes on other devices is measured from there on only.
-
-    One that has ended keeps its own.
-    """
+def write(workdir: Path, cfg: Config, placement: Placement, *, card: str, step: int) -> None:
+    """Records the devices of a run that goes on behind `step`. On other devices it is measured from there on."""
     kind = placement.learner.devices.flat[0].device_kind
     hosts, strategy = jax.process_count(), placement.strategy
     record = HardwareRecord(kind, card, placement.devices, hosts, strategy, cfg.compute.remat)
-    metrics = workdir / "metrics.jsonl"
-    logged = [row["step"] for row in read_metrics(metrics)] if metrics.exists() else []
-    if (workdir / FILE).exists():
-        same = msgspec.structs.replace(read(workdir), since_step=0, since_time=0.0) == record
-        if same or max(logged, default=0) >= cfg.train.steps > 0:
-            return
-    if logged:
-        record = msgspec.structs.replace(record, since_step=max(logged), since_time=time.time())
+    if (workdir / FILE).exists() and msgspec.structs.replace(read(workdir), since_step=0, since_time=0.0) == record:
+        return
+    if step:
+        record = msgspec.structs.replace(record, since_step=step, since_time=time.time())
     workdir.mkdir(parents=True, exist_ok=True)
     write_whole(workdir / FILE, json.dumps(msgspec.structs.asdict(record), indent=2) + "\n")

@@ -31,6 +31,7 @@ PACKAGES = (
 )
 
 LOCK, EVAL_LOCK = "run.lock", "eval.lock"
+EVALUATION = "eval.json"
 VERSION = 1  # of config.json
 _log = logging.getLogger(__name__)
 _RESTORE = "the file must be as training wrote it: restore it"
@@ -233,13 +234,10 @@ def validation_examples(cfg: Config) -> int:
     return cfg.data.validation_limit or cfg.eval.examples
 
 
-def write_workdir(workdir: Path, *, cfg: Config, base: Mapping[str, Any], command: Sequence[str]) -> None:
-    """Writes config.json, config.diff (against `base`), command.txt and versions.json.
+def check_run(cfg: Config, workdir: Path) -> None:
+    """Refuses a folder that holds another run, another wire's results, or a config.json that is not a run's.
 
     A run that was refused before its first row and checkpoint is no obstacle: the mended configuration replaces it.
-
-    Raises:
-      UserError: the folder holds another run, a config.json that is not a run's, or cannot be written.
     """
     if has_trained(workdir):
         check_agreement(cfg, workdir)
@@ -249,8 +247,20 @@ def write_workdir(workdir: Path, *, cfg: Config, base: Mapping[str, Any], comman
                 f"{workdir}: config.eval.examples={before or 'all'} there, {now or 'all'} here: scores of its "
                 "checkpoints would be of other examples; keep it (`eval` takes any), or name another --workdir"
             )
-    elif (workdir / "config.json").exists():
+        return
+    if (workdir / EVALUATION).exists():
+        rule = "results of another wire, which would be taken for this run's: name another --workdir, or remove them"
+        raise UserError(f"{workdir / EVALUATION}: {rule}")
+    if (workdir / "config.json").exists():
         read_config(workdir)  # refuses a file that is not a run's, as a model's folder has, before it is replaced
+
+
+def write_workdir(workdir: Path, *, cfg: Config, base: Mapping[str, Any], command: Sequence[str]) -> None:
+    """Writes config.json, config.diff (against `base`), command.txt and versions.json.
+
+    Raises UserError as `check_run`, and where the folder cannot be written.
+    """
+    check_run(cfg, workdir)
     versions = {"python": platform.python_version()} | {name: _find_version(name) for name in PACKAGES}
     texts = {
         "config.json": config_text(cfg),

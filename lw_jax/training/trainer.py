@@ -80,6 +80,12 @@ class Run:
     def micro_batch(self) -> int:
         return self.step_spec.cut(self.accumulation).micro_batch
 
+    @property
+    def first_step(self) -> int:
+        """Returns the step behind which a run that is prepared begins; 0 for a new one."""
+        assert self._session is not None, "of `prepare`"
+        return self._session.first
+
     def prepare(self) -> None:
         with phase("reading and tokenising the data"):
             data_schedule = self.recipe.data_schedule()

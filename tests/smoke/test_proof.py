@@ -113,9 +113,9 @@ def test_thirty_two_examples_overfit_by_generation(tmp_path: Path) -> None:
     words = ["--config", "configs/pairs_one.py", f"--config.llms.llama.source={reader}"]
     words += (
         "--config.data.train=train.jsonl --config.data.validation=same.jsonl "
-        "--config.adapter.start=random --config.encoder.kind=bytes --config.encoder.source= --config.encoder.layers=2 --config.encoder.rate=0.3 "
-        "--config.encoder.window=256 --config.optim.learning_rate=3e-3 --config.train.steps=150 "
-        "--config.train.eval_every=0 --config.eval.rows=latents,shuffled --workdir w"
+        "--config.adapter.start=random --config.encoder.kind=bytes --config.encoder.source= --config.encoder.layers=2 "
+        "--config.encoder.rate=0.3 --config.encoder.window=256 --config.optim.learning_rate=3e-3 "
+        "--config.train.steps=150 --config.train.eval_every=0 --config.eval.rows=latents,shuffled --workdir w"
     ).split()
     environ = environment(1) | {"PYTHONPATH": str(PROJECT)}
     done = start_several({verb: [verb, *words] for verb in ("train", "eval")}, cwd=tmp_path, environ=environ)

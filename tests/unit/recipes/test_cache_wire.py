@@ -447,6 +447,7 @@ def test_a_started_run_is_not_started_again(run, capsys):
 
 TRAINING = {"train__steps": 4, "stages__pretrain__share": 0.5, "stages__pretrain__reconstruct": 1.0}
 TRAINING |= {"stages__pretrain__lengths": (16,)}
+LATENTS = {"encoder__kind": "bytes", "encoder__texts": 400, "message__bytes": 256}
 
 
 @pytest.mark.parametrize(
@@ -456,9 +457,10 @@ TRAINING |= {"stages__pretrain__lengths": (16,)}
         ({"encoder__ratio": 17}, "encoder.ratio = 17"),
         ({"encoder__source": "models/x"}, "encoder.source = 'models/x'"),
         ({"encoder__run": "runs/x"}, "encoder.run = 'runs/x'"),
-        ({"encoder__kind": "bytes"}, "message.bytes = 130"),
-        ({"encoder__kind": "bytes", "message__bytes": 256}, "train.steps = 0"),
-        ({"encoder__kind": "bytes", "message__bytes": 256, "train__steps": 6, "eval__rows": ("half",)}, "eval.rows"),
+        (LATENTS | {"message__bytes": 130}, "message.bytes = 130"),
+        (LATENTS | {"encoder__texts": 24}, "encoder.texts = 24"),
+        (LATENTS, "train.steps = 0"),
+        (LATENTS | {"train__steps": 6, "eval__rows": ("half",)}, "eval.rows"),
         (TRAINING | {"stages__align__share": 0.1}, "stages.align.share = 0.1"),
         (TRAINING | {"stages__pretrain__reconstruct": 0.3}, "stages.pretrain.reconstruct = 0.3"),
         (TRAINING | {"stages__answer__ratios": (2, 32)}, "stages.answer.ratios = 32"),
