@@ -18,6 +18,8 @@ from lw_jax.core.command_line import take_assignments
 from lw_jax.core.config import build, flags, flatten, unread
 from lw_jax.core.config_file import load, override
 from lw_jax.core.files import content_hash
+from lw_jax.data import row_sources
+from lw_jax.hub.sources import file_hash
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -58,8 +60,8 @@ def main(bench: Bench, argv: Sequence[str]) -> int:
     # Of its values: the file, or what it imports, may be edited.
     config = content_hash(load(asked.config, root=ROOT).to_dict())
     for folder, own in wanted.values():
-        if note := _differs(folder, [asked.config, config, *own]):
-            why = f"not of this --config with these values and flags, as {note} has them"
+        if note := _differs(folder, [asked.config, config, *_hashes(asked.config, own), *own]):
+            why = f"not of this --config with these values, flags and data, as {note} has them"
             print(f"error: {folder}: {why}; name another --out, or remove the folder", file=sys.stderr)
             return 2
     found, failed = [], []
@@ -87,6 +89,15 @@ def complete(file: str, changes: Mapping[str, str]) -> dict[str, Any]:
     override(values, changes)
     now = flatten(values)
     return {**changes, **{path: value for path, value in unread(build(values)).items() if now[path] != value}}
+
+
+def _hashes(file: str, words: Sequence[str]) -> list[str]:
+    """Returns a hash of each file of data on this machine."""
+    values = load(file, root=ROOT)
+    override(values, take_assignments(words)[0])
+    named = filter(None, (values.data.train, values.data.validation, values.data.passages))
+    here = [row_sources.locate(name)[0] for each in named for name in row_sources.split_sources(each)]
+    return [file_hash(path) for one in here for path in sorted([one, *one.rglob("*")]) if path.is_file()]
 
 
 def _differs(folder: Path, words: list[str]) -> Path | None:

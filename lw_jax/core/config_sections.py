@@ -105,7 +105,6 @@ class Encoder:
         "none",
         "causal leaves the body's states what they were in pretraining",
         choices=("none", "causal"),
-        shapes="no",
     )
     rank: int = key(
         0,

@@ -6,6 +6,7 @@ value, the rule and, where the rule does not say it, the remedy.
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Mapping
 
 from lw_jax.core.config import REMATS, Config, flags, flatten, split_prompt, unread
@@ -68,8 +69,10 @@ def _check_unread(cfg: Config) -> None:
     values, defaults = flatten(dataclasses.asdict(cfg)), unread(cfg)
     if changed := [path for path, default in defaults.items() if values[path] != default]:
         kind = f"encoder.kind {cfg.encoder.kind!r}" if cfg.recipe == "latentwire" else f"recipe {cfg.recipe!r}"
-        remedy = " ".join(flags({path: defaults[path] for path in changed}))
-        refuse(changed[0], values[changed[0]], f"{kind} does not read it; leave the default: {remedy}")
+        # A break of lines, as prompts have, does not pass through a message.
+        plain = {path: defaults[path] for path in changed if "\n" not in str(defaults[path])}
+        remedy = f", or give the default: {shlex.join(flags(plain))}" if plain else ""
+        refuse(changed[0], values[changed[0]], f"{kind} does not read it; leave it out{remedy}")
 
 
 def _check_wire(cfg: Config) -> None:

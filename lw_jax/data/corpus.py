@@ -134,7 +134,7 @@ def pack(
             raise UserError(
                 f"{folder}: {name} cannot be packed there ({error.strerror}); free space or name another cache folder"
             ) from error
-    return _load(folder)
+    return msgspec.structs.replace(_load(folder), source=name)  # the same text may have been packed from another place
 
 
 def _make(folder: Path, name: str, pieces: Iterable[Piece], tokenizer: TextTokenizer) -> None:

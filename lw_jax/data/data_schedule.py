@@ -11,7 +11,7 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import content_hash
-from lw_jax.core.types import Frozen, Tree
+from lw_jax.core.types import TASKS, Frozen, Tree
 from lw_jax.data.batches import Batch
 
 
@@ -142,7 +142,8 @@ def refuse_small(data_schedule: DataSchedule, global_batch: int) -> None:
     for encoded in data_schedule.streams:
         if len(encoded) < global_batch:
             raise UserError(
-                f"config.data.train gives {len(encoded)} usable examples ({encoded.task}), fewer than one global batch "
+                f"config.data.train{' or data.passages' * (encoded.task in TASKS[1:])} gives {len(encoded)} usable "
+                f"examples ({encoded.task}), fewer than one global batch "
                 f"(config.train.global_batch={global_batch}); give more data or a smaller batch"
             )
 

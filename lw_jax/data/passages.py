@@ -1,5 +1,6 @@
 """Passages for reconstruction and continuation: texts cut to a length, the text itself (or what follows) the answer."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -47,7 +48,8 @@ def read(source: str, columns: Sequence[str] = ()) -> list[str]:
 def cut(document: str, length: int, tokenizer: Tokenizer) -> list[str]:
     """Returns a document in pieces of about `length` tokens, cut at white space; one shorter than that stays whole.
 
-    The last piece is left out where it has less than SHORTEST of the length.
+    A piece begins with a blank where white space stood before it: in a word, or a script without blanks, none did. The
+    last piece is left out where it has less than SHORTEST of the length.
     """
     starts = tokenizer.starts(document)
     if len(starts) <= length:
@@ -58,14 +60,16 @@ def cut(document: str, length: int, tokenizer: Tokenizer) -> list[str]:
     pieces, begin = [], 0
     for end in ends:
         stop = end if end == len(document) else _space_before(document, begin, end)
-        pieces.append(document[begin:stop].strip())
+        behind = " " * (begin > 0 and document[begin - 1 : begin + 1].strip() != document[begin - 1 : begin + 1])
+        if piece := document[begin:stop].strip():
+            pieces.append(behind + piece)
         begin = stop
-    return [piece for piece in pieces if piece]
+    return pieces
 
 
 def reconstructions(documents: Iterable[str], length: int, tokenizer: Tokenizer) -> list[Example]:
     """Returns one example a piece: the text is its own answer."""
-    pieces = (piece for document in dict.fromkeys(documents) for piece in cut(document, length, tokenizer))
+    pieces = (piece.strip() for document in dict.fromkeys(documents) for piece in cut(document, length, tokenizer))
     return [Example(f"passage {i}", piece, "", (piece,)) for i, piece in enumerate(pieces)]
 
 
@@ -74,7 +78,7 @@ def continuations(documents: Iterable[str], length: int, tokenizer: Tokenizer) -
     pairs = []
     for document in dict.fromkeys(documents):
         pieces = cut(document, min(length, -(-len(tokenizer.starts(document)) // 2)), tokenizer)
-        pairs += [(left, right) for left, right in zip(pieces, pieces[1:], strict=False)]
+        pairs += [(left.strip(), right) for left, right in itertools.pairwise(pieces)]
     return [Example(f"passage {i}", left, "", (right,)) for i, (left, right) in enumerate(pairs)]
 
 
@@ -86,7 +90,10 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
     anything follow it. Raises UserError where none is left, and for an overlong source under data.overlong="refuse".
     """
     if not found:
-        raise UserError(f"no passage for {task}: the texts are shorter than two words; name longer ones: data.passages")
+        raise UserError(
+            f"no passage for {task}: the texts are shorter than two words; name longer ones: "
+            "data.validation, or for training data.passages or data.train"
+        )
     drops = DropCounts([example.id for example in found])
     source = prompt_tokens.read_source([example.context for example in found], layout, drops)
     texts = [example.answers[0] for example in found]
@@ -117,9 +124,13 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
 
 
 def tokenize_answers(texts: Sequence[str], tokenizer: Tokenizer, task: str) -> list[np.ndarray]:
-    """Returns the ids of texts that are repeated, or that continue another one, behind a blank."""
-    blank = "" if task == "reconstruct" or tokenizer.adds_blank else " "
-    return prompt_tokens.tokenize(tokenizer, [blank + text for text in texts])
+    """Returns the ids of texts that are repeated, or that continue another one, with the blank before them if any.
+
+    SentencePiece adds that blank itself, also where there is none.
+    """
+    if task == "continuation" and tokenizer.adds_blank:
+        texts = [text.lstrip() for text in texts]
+    return prompt_tokens.tokenize(tokenizer, list(texts))
 
 
 def _drop(

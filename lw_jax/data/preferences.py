@@ -203,7 +203,9 @@ def _apply_limits(
     for i, (pair, merged) in enumerate(split):
         fitted = _fit(pair, limits, _opening(pair.prompt, tokenizer))
         if isinstance(fitted, str):
-            sizes = f"prompt {len(pair.prompt)}, chosen {len(pair.chosen)}, rejected {len(pair.rejected)} tokens"
+            sizes = (
+                f"prompt {len(pair.prompt)}, chosen {len(pair.chosen)}, rejected {len(pair.rejected)} tokens at least"
+            )
             drops.drop(i, fitted, sizes)
             continue
         pairs[i] = fitted

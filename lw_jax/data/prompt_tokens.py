@@ -107,10 +107,10 @@ class ReaderPass:
         before = self._tokenize([self.frame.before], begin=True)[0]
         question = self._tokenize(after_texts, limit=data.question_tokens)
         fields = {"before": [before] * len(examples), "after": question}
-        self._limit(question, "question", "question_tokens")
+        self._limit(question, after_texts, "question", "question_tokens")
         if answered:
             fields["answer"] = self._read_answers(after_texts, question, examples, limit=data.question_tokens)
-            self._limit(fields["answer"], "answer", "answer_tokens")
+            self._limit(fields["answer"], [example.answers[0] for example in examples], "answer", "answer_tokens")
         if "text" in rows:
             fields["text"] = self._read_text(examples, after_texts, fields.get("answer"))
             self.context_tokens["text"] = [
@@ -138,11 +138,12 @@ class ReaderPass:
             return with_begin(self.tokenizer, tokenize(self.tokenizer, texts, limit=limit))
         return tokenize_behind(self.tokenizer, texts, limit=limit)
 
-    def _limit(self, ids: list[np.ndarray], reason: str, key: str) -> None:
+    def _limit(self, ids: list[np.ndarray], texts: list[str], reason: str, key: str) -> None:
         limit = getattr(self.layout.data, key)
-        for i, row in enumerate(ids):
+        for i, (row, text) in enumerate(zip(ids, texts, strict=True)):
             if len(row) > limit:
-                self.ledger.drop(i, reason, f"{len(row)} tokens of reader {self.name!r}, config.data.{key}={limit}")
+                count = _count(row, text, limit)
+                self.ledger.drop(i, reason, f"{count} tokens of reader {self.name!r}, config.data.{key}={limit}")
 
     def _read_answers(
         self,

@@ -49,6 +49,7 @@ class Windows(Stream):
     def describe(self) -> list[str]:
         unused = len(self.span) - 1 - len(self) * self.length
         tail = f", {unused} tokens at the end not used" if unused else ""
+        tail += f"; {self.span.corpus.blank:,} documents without text left out" if self.span.corpus.blank else ""
         return [
             f"{len(self):,} windows of {self.length:,} tokens: tokens {self.span.start:,} to {self.span.stop:,} of the "
             f"{self.span.corpus.tokens:,} in {self.span.corpus.source}{tail}"

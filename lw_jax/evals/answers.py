@@ -2,6 +2,7 @@
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 
@@ -10,7 +11,11 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalise(text: str) -> str:
-    """Lower-cases, drops punctuation and articles, collapses white space."""
+    """Lower-cases, drops punctuation and articles, collapses white space.
+
+    Unicode is composed first, as some tokenizers do: SQuAD's own script would tell such answers apart.
+    """
+    text = unicodedata.normalize("NFC", text)
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 

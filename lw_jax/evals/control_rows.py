@@ -53,7 +53,7 @@ class Session:
         outputs = self.functions.answer(self.frozen[name], prompt, answer, name, max_new_tokens)
         ids, scores = self.functions.fetch(outputs, name)
         texts = [self.tokenizers[name].decode([int(token) for token in row if token >= 0]) for row in ids]
-        return [answers.first_line(text) for text in texts], scores
+        return texts, scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,12 +285,17 @@ def merge(groups: list[list[Any]]) -> list[Any]:
 
 
 def judge(example: Example, prediction: str) -> Record:
-    """Returns a prediction with its question, references, exact match and F1."""
+    """Returns a prediction with its question, references, exact match and F1.
+
+    Of what was generated it is the first line, unless a reference has several.
+    """
+    if not any("\n" in reference.strip() for reference in example.answers):
+        prediction = answers.first_line(prediction)
     return {
         "id": example.id,
         "question": example.question,
         "answers": list(example.answers),
-        "prediction": prediction,
+        "prediction": prediction.strip(),
         "em": answers.exact_match(prediction, example.answers),
         "f1": answers.f1(prediction, example.answers),
     }

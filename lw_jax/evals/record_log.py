@@ -27,11 +27,11 @@ class RecordLog:
         if path is None:
             return
         # What stands behind the last line's end was being written when the process was killed.
-        lines = path.read_text("utf-8").rpartition("\n")[0].splitlines() if path.exists() else []
         head = json.dumps({"key": key})
-        resumed = lines[1:] if lines[:1] == [head] else []
-        self.dropped = max(0, len(lines) - 1 - len(resumed))
         try:
+            lines = path.read_text("utf-8").rpartition("\n")[0].splitlines() if path.exists() else []
+            resumed = lines[1:] if lines[:1] == [head] else []
+            self.dropped = max(0, len(lines) - 1 - len(resumed))
             self._keep([json.loads(line) for line in resumed])
         except (ValueError, TypeError, KeyError) as error:
             raise UserError(

@@ -52,6 +52,8 @@ def start(recipe: "CacheWire", frozen: Tree) -> dict[str, Tree]:
     ratio, most = recipe.cfg.encoder.ratio, MOST_HELD_OUT[recipe.placement.platform]
     train, held_out = _divide(recipe.curriculum.examples("train"), recipe.cfg.encoder.texts, most)
     read, encoded, codes = recipe.encode(train), recipe.encode(held_out), {}
+    for what, texts in (("texts of the start", read), ("held out of them", encoded)):
+        print(f"{what}: " + "\n".join(texts.describe()), flush=True)
     for name in recipe.wire.readers:
         begun = time.monotonic()
         code, tokens = _fit(recipe, frozen[name], name, read.readers[name]["own"].ids)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import threading
 import time
 
@@ -13,6 +14,7 @@ from lw_jax.data import corpus, documents
 from lw_jax.data.corpus import pack
 from lw_jax.data.row_sources import Unreachable
 from lw_jax.data.tokens import ByteTokenizer, load_tokenizer
+from lw_jax.data.windows import Windows
 from lw_jax.recipes import selfmade
 
 DOCUMENTS = ["naïve 中文\n", "", "two words", " \n ", *(f"document {i} of many" for i in range(31))]
@@ -71,6 +73,10 @@ def test_every_document_is_followed_by_eos_and_blank_ones_are_counted_apart(tmp_
     np.testing.assert_array_equal(everything(packed), ids)
     np.testing.assert_array_equal(packed.rows([7, 300, 52], 19), [ids[7:26], ids[300:319], ids[52:71]])
     assert (packed.documents, packed.blank) == (len(KEPT), 2)
+    moved = shutil.copy(source, tmp_path / "moved.jsonl")
+    assert (pack(str(moved), ByteTokenizer(), root=tmp_path).source) == str(moved), "the place that was asked for"
+    train, _ = packed.split(0.2, length=7)
+    assert "2 documents without text left out" in Windows(train, 7, "model").describe()[0]
     assert packed.bytes == sum(len(text.encode()) for text in KEPT) == packed.tokens - len(KEPT)
     with pytest.raises(IndexError):
         packed.rows([packed.tokens - 9], 10)

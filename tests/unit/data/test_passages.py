@@ -63,6 +63,8 @@ def test_short_document_stays_whole_and_one_without_spaces_is_cut_all_the_same(t
     solid = "Mara" * 31
     pieces = passages.cut(solid, LENGTH, tokenizer)
     assert len(pieces) > 2 and solid.startswith("".join(pieces))
+    first = passages.continuations([solid], LENGTH, tokenizer)[0]
+    assert solid.startswith(first.context + first.answers[0]), "no blank stands where the text has none"
 
 
 def test_reconstruction_s_text_is_its_own_answer_and_repeated_documents_count_once(documents, tokenizer):
@@ -75,7 +77,8 @@ def test_reconstruction_s_text_is_its_own_answer_and_repeated_documents_count_on
 def test_continuations_are_pieces_that_follow_each_other_in_one_document(documents, tokenizer):
     found = passages.continuations(documents, LENGTH, tokenizer)
     pieces = [passages.cut(document, LENGTH, tokenizer) for document in documents]
-    expected = [(a, b) for each in pieces for a, b in zip(each, each[1:], strict=False)]
+    expected = [(a.strip(), b) for each in pieces for a, b in zip(each, each[1:], strict=False)]
+    assert all(after.startswith(" ") for _, after in expected), "a word begins there"
     assert [(example.context, example.answers[0]) for example in found] == expected
     assert passages.continuations([*documents, documents[0]], LENGTH, tokenizer) == found
 
@@ -101,7 +104,7 @@ def test_targets_are_the_text_s_tokens_and_only_a_repeated_text_ends(recipe, doc
             if task == "reconstruct":
                 assert targets == [*reader.encode(example.context), reader.eos]
             else:
-                assert targets == reader.encode(" " + example.answers[0]) and reader.eos not in targets
+                assert targets == reader.encode(example.answers[0]) and reader.eos not in targets
             before = fields["before"]["ids"][i][fields["before"]["mask"][i]].tolist()
             assert before == [*reader.begin, *reader.encode("Context:\n")]
     for i, example in enumerate(encoded.examples):

@@ -225,7 +225,7 @@ def test_new_text_keeps_the_blank_before_its_first_word(sentencepiece, gguf):
 
 
 def test_a_continuation_begins_as_behind_its_text(sentencepiece):
-    answers = passages.tokenize_answers(["a dog"], sentencepiece, "continuation")[0].tolist()
+    answers = passages.tokenize_answers([" a dog"], sentencepiece, "continuation")[0].tolist()
     assert (
         answers == sentencepiece.encode("the cat a dog")[-len(answers) :] and answers[0] != sentencepiece.encode("x")[0]
     )

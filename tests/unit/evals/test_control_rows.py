@@ -274,3 +274,12 @@ def test_followed_messages_are_counted_among_followed_texts():
     assert comparison.summarise([*text, *message], **SEED)["r"]["swapped"]["follows"] == 0.5
     none = comparison.compare([*(one | {"follows": 0.0} for one in text), *message], **SEED)["r"]
     assert none["follows"] is None and "follows unknown" in comparison.format_comparison("r", none)
+
+
+@pytest.mark.parametrize(
+    ("answer", "prediction"),
+    [("Mara", "Mara"), ("Mara\nLisbon", "Mara\nLisbon\nQuestion: and")],
+)
+def test_a_prediction_is_the_first_line_unless_a_reference_has_several(answer, prediction):
+    example = Example("1", "text", "who?", (answer,))
+    assert control_rows.judge(example, " Mara\nLisbon\nQuestion: and ")["prediction"] == prediction

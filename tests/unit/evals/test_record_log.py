@@ -40,3 +40,6 @@ def test_a_line_that_is_no_record_is_refused_with_its_file(line, tmp_path):
     with pytest.raises(UserError, match=r"log\.jsonl.*remove the file"):
         RecordLog(path, "a")
     assert path.read_text("utf-8").endswith(f"{line}\n"), "it stays as it was"
+    path.write_bytes(b"\xff\n")
+    with pytest.raises(UserError, match=r"log\.jsonl.*remove the file"):
+        RecordLog(path, "a")

@@ -40,13 +40,20 @@ def test_table_holds_the_figures_of_every_row_and_reader_of_one_budget(tmp_path,
     table = (tmp_path / "table.csv").read_bytes()
     for other in ([*asked, "--config.train.steps=9"], ["--config", "configs/squad.py", *asked[2:]]):
         assert ablate.main(other) == 2
-        assert "base-0: not of this --config with these values and flags" in capsys.readouterr().err
+        assert "base-0: not of this --config with these values, flags and data" in capsys.readouterr().err
     edited = tmp_path / "edited.py"
     edited.write_text("from configs.pairs import get_config\n")
     new = ["--config", str(edited), "--out", str(tmp_path / "new"), "--rows", "base"]
     assert ablate.main(new) == 0 and ran.pop() == "base-0"
     edited.write_text("from configs.squad import get_config\n")
     assert ablate.main(new) == 2, "the file was edited since"
+    mine = [*asked[:2], "--out", str(tmp_path / "mine"), "--rows", "base"]
+    for name in ("train", "validation"):
+        (tmp_path / f"{name}.jsonl").write_text("{}")
+        mine += [f"--config.data.{name}={tmp_path / name}.jsonl"]
+    assert ablate.main(mine) == 0 and ran.pop() == "base-0"
+    (tmp_path / "train.jsonl").write_text("{} ")
+    assert ablate.main(mine) == 2, "so was a file of data"
     capsys.readouterr()
     assert len(ran) == 2 and (tmp_path / "table.csv").read_bytes() == table
     assert ablate.main(asked) == 0

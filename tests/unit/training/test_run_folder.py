@@ -150,7 +150,7 @@ def test_folder_in_which_nothing_can_be_written_is_refused_at_once(tmp_path: Pat
         run_folder.check_writable(tmp_path, remedy="copy it")
 
 
-def test_results_of_another_wire_are_not_taken_for_a_new_run_s(folder, tmp_path) -> None:
+def test_results_of_another_wire_are_not_taken_for_a_new_run_s(tmp_path: Path) -> None:
     (tmp_path / "eval.json").write_text("{}")
     with pytest.raises(UserError, match=r"eval\.json: results of another wire"):
-        run_folder.check_run(run_folder.read_config(folder), tmp_path)
+        run_folder.check_run(_build(), tmp_path)

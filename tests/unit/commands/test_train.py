@@ -1,0 +1,22 @@
+"""lw_jax/commands/train.py: what a start writes of itself into the run's folder."""
+
+import pytest
+
+from lw_jax.commands import train
+from lw_jax.core.errors import UserError
+from tests import tiny
+
+
+def test_a_start_that_is_refused_or_finds_the_run_finished_changes_no_record(tmp_path):
+    cfg, calls = tiny.make_ttt_config(tmp_path / "data", train__steps=4, mesh__placement="single"), []
+    folder = tiny.start_folder(tmp_path / "run", cfg)
+    assert train.main(cfg, folder, lambda: calls.append("begun")) == 0 and calls == ["begun"]
+    hardware = folder / "hardware.json"
+    hardware.write_text(hardware.read_text().replace("cpu", "gpu"))
+    before = hardware.read_text()
+    assert train.main(cfg, folder, lambda: calls.append("again")) == 0
+    text = tmp_path / "data" / "text.txt"
+    text.write_text(text.read_text() + "another line\n")
+    with pytest.raises(UserError, match="checkpoint"):
+        train.main(cfg, folder, lambda: calls.append("refused"))
+    assert calls == ["begun"] and hardware.read_text() == before
