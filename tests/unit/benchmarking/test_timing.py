@@ -10,9 +10,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lw_jax.benchmarking import timing
+from lw_jax.benchmarking.measurement import padded
 from lw_jax.training.step_spec import StepSpec
 from sharding import mesh as meshes
 from tests import tiny
+
+
+def test_padding_counts_texts_answers_and_packed_questions():
+    mask, segments = np.arange(8) < 6, np.array([[1, 1, 2, 0], [1, 0, 0, 0]])
+    reader = {"targets": np.zeros(3, int), "weights": np.array([1.0, 1.0, 0.0]), "packed": {"segments": segments}}
+    batch = {"source": {"mask": mask}, "readers": {"a": reader}}
+    assert padded(batch) == pytest.approx(1 - (6 + 2 + 4) / (8 + 3 + 8))
 
 
 def test_warm_up_is_called_and_not_counted():

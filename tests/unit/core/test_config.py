@@ -81,6 +81,13 @@ def test_key_of_the_result_changes_the_meaning_and_the_identity(path: str, value
     assert (config.identity(new) != config.identity(old)) == meant
 
 
+def test_plans_of_a_causal_encoder_and_of_one_without_mask_are_two() -> None:
+    values = _values()
+    shape = config.shape(config.build(values))
+    values.encoder.mask = "causal"
+    assert config.shape(config.build(values)) != shape
+
+
 def test_diff_names_changed_added_and_missing_values() -> None:
     old = {"a": {"x": 1, "y": (2, 3)}, "gone": "g"}
     new = {"a": {"x": 5, "y": [2, 3]}, "added": None}
