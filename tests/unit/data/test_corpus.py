@@ -73,7 +73,8 @@ def test_every_document_is_followed_by_eos_and_blank_ones_are_counted_apart(tmp_
     np.testing.assert_array_equal(everything(packed), ids)
     np.testing.assert_array_equal(packed.rows([7, 300, 52], 19), [ids[7:26], ids[300:319], ids[52:71]])
     assert (packed.documents, packed.blank) == (len(KEPT), 2)
-    moved = shutil.copy(source, tmp_path / "moved.jsonl")
+    (tmp_path / "moved").mkdir()
+    moved = shutil.copy(source, tmp_path / "moved")
     assert (pack(str(moved), ByteTokenizer(), root=tmp_path).source) == str(moved), "the place that was asked for"
     train, _ = packed.split(0.2, length=7)
     assert "2 documents without text left out" in Windows(train, 7, "model").describe()[0]
