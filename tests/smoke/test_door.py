@@ -31,7 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
     """Records what the verbs would do, in an empty folder."""
     recorded: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        train, "main", lambda cfg, workdir: recorded.append({"verb": "train", "cfg": cfg, "workdir": workdir})
+        train, "main", lambda cfg, workdir, _: recorded.append({"verb": "train", "cfg": cfg, "workdir": workdir})
     )
     for verb in ("eval", "report"):
         module = importlib.import_module(parser.COMMANDS[verb].module)
@@ -164,7 +164,7 @@ import runpy, sys
 from pathlib import Path
 from lw_jax.commands import train
 
-def main(cfg, workdir):
+def main(cfg, workdir, record):
     for step in range(5000):
         print("step", step, "x" * 20, file=(sys.stdout, sys.stderr)[step % 2], flush=True)
     (workdir / "trained").touch()
