@@ -7,6 +7,7 @@ import json
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lw_jax.core.errors import UserError
@@ -122,12 +123,13 @@ def test_texts_that_cannot_be_read_twice_are_refused_before_any_is_measured(root
     assert len(measured) == 1
 
 
-def test_records_of_another_program_are_of_another_key(root, monkeypatch):
+def test_records_of_another_program_or_taught_vector_are_of_another_key(root, monkeypatch):
     wire = make_coded(root)
     encoded = wire.recipe.encode(wire.recipe.curriculum.examples("validation")[:2])
-    key = coded_evaluation._key(wire, encoded)
+    keys = [coded_evaluation._key(wire, encoded, {"qwen": np.full(3, value)}) for value in (1.0, 1.0, 2.0)]
+    assert keys[0] == keys[1] != keys[2]
     monkeypatch.setattr(plan_cache, "code", lambda: "of another version")
-    assert coded_evaluation._key(wire, encoded) != key
+    assert coded_evaluation._key(wire, encoded, {"qwen": np.ones(3)}) != keys[0]
 
 
 def test_a_message_is_timed_with_what_the_rows_read_of_a_text(root):
