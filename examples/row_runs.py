@@ -5,6 +5,7 @@ was asked for stands beside the folder: rows of one table have one configuration
 """
 
 import argparse
+import copy
 import csv
 import dataclasses
 import json
@@ -13,6 +14,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from ml_collections import ConfigDict
 
 from lw_jax.core.command_line import take_assignments
 from lw_jax.core.config import build, flags, flatten, unread
@@ -51,21 +54,23 @@ def main(bench: Bench, argv: Sequence[str]) -> int:
     if unknown := [word for word in [*rows, *other] if word not in bench.rows]:
         print(f"error: {unknown[0]!r} is no row and no --config. flag; rows: {', '.join(bench.rows)}", file=sys.stderr)
         return 2
-    wanted = {}
+    base, wanted = load(asked.config, root=ROOT), {}
     for seed in asked.seeds.split(","):
         for row in rows:
             changes = assigned("train.alarm=warn", *bench.flags) | assignments
             changes |= assigned(*bench.rows[row], f"seed={seed}")
-            wanted[seed, row] = asked.out / f"{row.replace(' ', '-')}-{seed}", flags(complete(asked.config, changes))
+            values = copy.deepcopy(base)
+            own = flags(complete(values, changes))
+            wanted[seed, row] = asked.out / f"{row.replace(' ', '-')}-{seed}", own, _hashes(values)
     # Of its values: the file, or what it imports, may be edited.
-    config = content_hash(load(asked.config, root=ROOT).to_dict())
-    for folder, own in wanted.values():
-        if note := _differs(folder, [asked.config, config, *_hashes(asked.config, own), *own]):
+    config = content_hash(base.to_dict())
+    for folder, own, data in wanted.values():
+        if note := _differs(folder, [asked.config, config, *data, *own]):
             why = f"not of this --config with these values, flags and data, as {note} has them"
             print(f"error: {folder}: {why}; name another --out, or remove the folder", file=sys.stderr)
             return 2
     found, failed = [], []
-    for (seed, row), (folder, own) in wanted.items():
+    for (seed, row), (folder, own, _) in wanted.items():
         if not (folder / "eval.json").exists() and not _run(asked.config, folder, own):
             failed.append(f"{row}, seed {seed}")
             continue
@@ -83,18 +88,15 @@ def assigned(*words: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
-def complete(file: str, changes: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the changes of a configuration, with the defaults of what is not read any more."""
-    values = load(file, root=ROOT)
+def complete(values: ConfigDict, changes: Mapping[str, str]) -> dict[str, Any]:
+    """Makes the changes in place; returns them with the defaults of what is not read any more."""
     override(values, changes)
     now = flatten(values)
     return {**changes, **{path: value for path, value in unread(build(values)).items() if now[path] != value}}
 
 
-def _hashes(file: str, words: Sequence[str]) -> list[str]:
+def _hashes(values: ConfigDict) -> list[str]:
     """Returns a hash of each file of data on this machine."""
-    values = load(file, root=ROOT)
-    override(values, take_assignments(words)[0])
     named = filter(None, (values.data.train, values.data.validation, values.data.passages))
     here = [row_sources.locate(name)[0] for each in named for name in row_sources.split_sources(each)]
     return [file_hash(path) for one in here for path in sorted([one, *one.rglob("*")]) if path.is_file()]

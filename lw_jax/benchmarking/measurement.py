@@ -220,11 +220,15 @@ class Measured(Benchmark):
 
 def padded(batch: Tree) -> float:
     """Returns the share of a batch's positions that hold no token; 0 where nothing is ever padded."""
-    fields = tree.flatten_paths(batch)
-    masks = [leaf for path, leaf in fields.items() if path.split("/")[-1] == "mask"]
-    masks += [leaf > 0 for path, leaf in fields.items() if path.split("/")[-1] == "segments"]  # of packed questions
-    answers = [path.removesuffix("targets") for path in fields if path.split("/")[-1] == "targets"]
-    masks += [fields[f"{path}weights"] > 0 for path in answers]
+    fields, masks = tree.flatten_paths(batch), []
+    for path, leaf in fields.items():
+        above, _, name = path.rpartition("/")
+        if name == "mask":
+            masks.append(leaf)
+        elif name == "segments":  # of packed questions
+            masks.append(leaf > 0)
+        elif name == "targets":
+            masks.append(fields[f"{above}/weights"] > 0)
     total = sum(mask.size for mask in masks)
     return 1 - sum(int(mask.sum()) for mask in masks) / total if total else 0.0
 

@@ -117,7 +117,7 @@ def unread(cfg: Config) -> dict[str, Any]:
     """Returns the default of every key, by its path, that neither the recipe nor its kind of encoder reads."""
     kinds = {cfg.recipe, cfg.encoder.kind} if cfg.recipe == "latentwire" else {cfg.recipe}
     flat = flatten(defaults(cfg.recipe))
-    return {path: value for path, value in flat.items() if read_by(path) and not kinds & {*read_by(path)}}
+    return {path: value for path, value in flat.items() if (names := read_by(path)) and not kinds & {*names}}
 
 
 def defaults(recipe: str) -> dict[str, Any]:

@@ -70,7 +70,8 @@ def open_wire(cfg: Config, path: Path, readers: Sequence[str] = ()) -> "TrainedW
     runtime.start_devices()
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     cfg, placement = planner.resolve_auto(cfg, reading=True)
-    recipe = (CacheWire if cfg.encoder.kind == "cache" else LatentWire)(cfg, placement)
+    recipe = recipes.kind_of(cfg)(cfg, placement)
+    assert isinstance(recipe, LatentWire | CacheWire), "of a wire"
     with phase(f"reading the trained wire in {path}"):
         restored = recipes.read_best(recipe, cfg, path)
     weights = restored.state["trainable"], recipe.load_frozen(), restored.step

@@ -1,5 +1,6 @@
 """examples/ablate.py: every row is a configuration that makes sense; its table is read from what evaluations write."""
 
+import copy
 import json
 
 import pytest
@@ -14,7 +15,7 @@ from tests.commands import PROJECT
 def test_every_row_is_a_valid_configuration(rows, file):
     for changes in rows.values():
         values = config_file.load(file, root=PROJECT)
-        words = config.flags(row_runs.complete(file, row_runs.assigned(*changes)))
+        words = config.flags(row_runs.complete(copy.deepcopy(values), row_runs.assigned(*changes)))
         config_file.override(values, command_line.take_assignments(words)[0])
         validation.validate(config.build(values))
 
