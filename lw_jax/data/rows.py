@@ -86,8 +86,9 @@ def read(path: Path, *, remedy: str, document: type[Any] | None = None) -> Itera
         if not first:
             raise UserError(f"{path}: the file is empty; {remedy}")
         listed, head = first.lstrip()[:1] == b"[", _parsed(first)
-        if not listed and (named or head) and (document is None or not _has_rows(head)):
-            for place, line in itertools.chain([(number, first)], lines):
+        following = list(itertools.islice(lines, 1)) if _has_rows(head) else []  # a document has one line or no head
+        if not listed and (named or head) and (document is None or following or not _has_rows(head)):
+            for place, line in itertools.chain([(number, first)], following, lines):
                 where = f"{path}:{place}"
                 yield where, schema.decode(line, dict[str, Any], where=where, remedy=remedy)
             return

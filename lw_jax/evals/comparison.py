@@ -90,8 +90,8 @@ def _compare_plain(groups: Mapping[str, Sequence[Record]], rows: Mapping[str, Ma
             }
             for key, (part, whole) in shares.items():
                 figures |= _share(key, part, whole, upper)
-    if upper and "latents" in rows:
-        figures["fewer_positions"] = _mean(groups[upper], "positions") / _mean(groups["latents"], "positions")
+    if upper and "latents" in rows and (kept := _mean(groups["latents"], "positions")):
+        figures["fewer_positions"] = _mean(groups[upper], "positions") / kept
     if {"latents", "shuffled"} <= rows.keys():
         right, other = rows["latents"], rows["shuffled"]
         for key, gap in {"gap_nll": other["nll"] - right["nll"], "gap_f1": right["f1"] - other["f1"]}.items():

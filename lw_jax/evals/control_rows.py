@@ -237,6 +237,17 @@ def _ask(
             yield _Request(name, row, fields, slots, bench.prompt(inputs, name, row=row, latents=sent))
 
 
+def describe_cut_answers(encoded: Encoded, options: config.Eval) -> list[str]:
+    """Returns a line for each reader some of whose reference answers are longer than what it may generate."""
+    lines, indices = [], spread(len(encoded), options.examples)
+    for name, fields in encoded.readers.items():
+        lengths = (len(fields["answer"].ids[index]) - 1 for index in indices)  # without EOS
+        if count := sum(length > options.max_new_tokens for length in lengths):
+            rule = f"longer than config.eval.max_new_tokens={options.max_new_tokens}"
+            lines.append(f"  {name}: the answers of {count:,} of {len(indices):,} measured questions are {rule}")
+    return lines
+
+
 def number_texts(encoded: Encoded) -> list[int]:
     """Returns each example's text: the index of the first example about it."""
     first: dict[str, int] = {}

@@ -90,7 +90,9 @@ def _costs(
     candidates = [[_Candidate(i, record["prediction"]) for i, record in enumerate(records)] for records in answered]
     distinct = sorted({candidate for per_reader in candidates for candidate in per_reader if candidate.answer})
     scored: list[tuple[int, float]] = []  # this process's: number of the candidate, cost
-    encoded = batches.encode(_examples(measured, distinct), layout=layout)
+    # An answer may be longer than data's, and take more tokens of another reader than of its own.
+    data = dataclasses.replace(layout.data, answer_tokens=max(layout.data.answer_tokens, 2 * options.max_new_tokens))
+    encoded = batches.encode(_examples(measured, distinct), layout=dataclasses.replace(layout, data=data))
     with phase("scoring every answer by all readers", -(-len(encoded) // options.batch), "batches") as done:
         for host in done.track(eval_batches(encoded, options.batch, share=processes.share())):
             indices, valid = host.pop("index").tolist(), host.pop("valid")

@@ -1,6 +1,7 @@
 """What every wire that is read has in common: questions, batches, answers and streams."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple, overload
 
@@ -118,7 +119,9 @@ class Answering:
         return self._answer(reader, self.text_prompt(text, reader, question), 1)[0]
 
     def text_prompt(self, text: str, reader: str, question: str) -> wire.Prompt:
-        batch = batches.encode_prompt(text, question, layout=self.text_layout, rows=("text",))
+        whole = self.text_layout  # another reader's tokens of the text are no matter here
+        layout = dataclasses.replace(whole, readers={reader: whole.readers[reader]})
+        batch = batches.encode_prompt(text, question, layout=layout, rows=("text",))
         fields = self._put(batch["readers"][reader], reader)
         return self.functions.prompt_from_text(self.frozen[reader], fields["text"])
 

@@ -117,9 +117,16 @@ class LM:
         return load_tokenizer(self.location) if self._tokenizer is None else self._tokenizer
 
     def logits(self, ids: np.ndarray | jax.Array, mask: np.ndarray | jax.Array | None = None) -> jax.Array:
-        """Returns fp32 next-token logits [b t v] of ids [b t]; mask [b t] is true at real tokens, on either side."""
+        """Returns fp32 next-token logits [b t v] of ids [b t]; mask [b t] is true at real tokens, on either side.
+
+        Raises UserError for a real token beyond the vocabulary.
+        """
         ids = jnp.asarray(ids, jnp.int32)
         mask = jnp.ones(ids.shape, bool) if mask is None else jnp.asarray(mask, bool)
+        beyond = mask & ((ids < 0) | (ids >= self.config.vocab))
+        if beyond.any():
+            rule = f"the vocabulary has {self.config.vocab:,}, from 0 on"
+            raise UserError(f"logits: id {int(ids[beyond][0])}: {rule}")
         return self._logits(self.params, ids, mask)
 
     def generate(

@@ -189,7 +189,7 @@ def _identify(recipe: WireReaders, training: _TrainingSet, name: str, fingerprin
     cfg = recipe.cfg
     content = {
         "format": FORMAT,
-        "reader": fingerprint,
+        "reader": [name, fingerprint],  # its first vector is drawn by name
         "stored": cfg.llms[name].weights,
         "arithmetic": precision.resolve(cfg.compute.dtype, recipe.placement.platform),
         "optim": dataclasses.asdict(OPTIM),

@@ -61,6 +61,9 @@ def test_squad_keeps_distinct_references_in_order_and_tells_unanswerable_ones(tm
         Example("q2", "The Lot is longer.", "Which is longer?", ("The Lot",)),
     ]
     assert "skipped 1 of 3 questions" in caplog.text
+    rows = "".join(json.dumps({"data": [1], **row}) + "\n" for row in ROWS)
+    told = examples.read(write(tmp_path / f"lines{name[5:]}", rows))
+    assert [example.context for example in told] == [row["context"] for row in ROWS], "lines with a column of that name"
 
 
 def test_hotpot_paragraphs_become_titled_text(tmp_path):

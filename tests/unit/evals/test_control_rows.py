@@ -57,6 +57,18 @@ def test_every_example_is_measured_once_in_each_row(measured):
         assert encoded.examples[record["index"]].id == record["id"]
 
 
+def test_answers_longer_than_what_is_generated_are_counted(measured):
+    recipe, *_, found, _ = measured
+    lengths = [len(found.encoded.readers["qwen"]["answer"].ids[index]) - 1 for index in found.indices]
+    told = [
+        control_rows.describe_cut_answers(
+            found.encoded, dataclasses.replace(recipe.cfg.eval, examples=COUNT, max_new_tokens=most)
+        )
+        for most in (max(lengths), max(lengths) - 1)
+    ]
+    assert told[0] == [] and f"answers of {lengths.count(max(lengths))} of {COUNT} " in told[1][0]
+
+
 def test_rows_find_their_programs_compiled(measured, compiled, monkeypatch):
     recipe, _, built, found, _ = measured
 
@@ -256,6 +268,8 @@ def test_share_is_unknown_with_its_reason_where_text_is_no_better_than_none():
     assert found["normalised_f1"] is None and found["normalised_f1_interval"] is None
     assert found["normalised_f1_reason"] and found["recovered_nll"] is not None
     assert found["normalised_f1_reason"] in comparison.format_comparison("r", found)
+    nothing_kept = [one | {"positions": 0.0} if one["row"] == "latents" else one for one in make_rows()]
+    assert "fewer_positions" not in comparison.compare(nothing_kept, **SEED)["r"]
 
 
 def test_a_taught_text_is_the_upper_row():

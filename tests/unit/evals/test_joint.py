@@ -29,9 +29,10 @@ def wire(root):
     return recipe, built, bench, options, measured, jax.jit(recipe.wire.answer_logits, static_argnames="name")
 
 
-def pick(wire, said):
+def pick(wire, said, **changes):
     """(figures, records by reader) where the readers had said these words: {reader: [answer of each example]}."""
     recipe, _, bench, options, measured, _ = wire
+    options = dataclasses.replace(options, **changes)
     measured = dataclasses.replace(measured, records=copy.deepcopy(measured.records))
     for name, words in said.items():
         for record, word in zip(measured.of(name, "latents"), words, strict=True):
@@ -109,6 +110,8 @@ def test_candidate_without_a_cost_is_picked_only_where_none_has_one(wire):
     assert [record["picked"] for record in records["llama"]][:4] == [False, True, True, True]
     assert records["llama"][0]["joint_nll"] is None and records["qwen"][0]["joint_nll"] is not None
     assert told["unscored"] == 1
+    _, records = pick(wire, {"llama": [TOO_LONG] * COUNT, "qwen": ["b"] * COUNT}, max_new_tokens=96)
+    assert all(record["joint_nll"] for record in records["llama"]), "what may be generated may be scored"
 
 
 def test_one_reader_has_nobody_to_agree_with(wire):

@@ -70,6 +70,9 @@ def test_folder_of_a_ttt_model_is_known_by_its_config(lm, folder):
     ids = np.asarray([[5, 9, 2, 7, 1, 33]])
     gap = float(jnp.abs(lm.logits(ids) - narrow.logits(ids)).max() / jnp.abs(lm.logits(ids)).max())
     assert 0 < gap < 0.2
+    with pytest.raises(UserError, match="id 352"):
+        lm.logits([[5, 352]])
+    assert lm.logits([[5, 352]], mask=[[True, False]]).shape == (1, 2, 352), "padding may be any id"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -133,6 +133,13 @@ def test_message_that_is_not_of_this_wire_is_refused(wire, kind):
         wire.read(codec.pack(np.ones(shape, np.float32), bits=8, encoder=encoder), "qwen", "Who?")
 
 
+def test_a_text_is_read_by_one_reader_whatever_it_is_to_another(wire, monkeypatch):
+    layout, whole = wire.recipe.layout, wire.read_text(TEXT, "llama", "Who?")
+    unread = dataclasses.replace(layout, readers=layout.readers | {"qwen": None})
+    monkeypatch.setattr(wire.recipe, "layout", unread)
+    assert wire.read_text(TEXT, "llama", "Who?") == whole
+
+
 def test_answers_beyond_a_reader_s_positions_are_refused(wire, message, monkeypatch):
     """The longest answer that fits is given; with one position less it is refused."""
     reader, new = wire.recipe.wire.readers["llama"], wire.recipe.cfg.eval.max_new_tokens
