@@ -17,7 +17,7 @@ import numpy as np
 
 from lw_jax import recipes
 from lw_jax.benchmarking import timing
-from lw_jax.benchmarking.rows import Benchmark, Call, Row
+from lw_jax.benchmarking.rows import Benchmark, Call, Planned, Row
 from lw_jax.benchmarking.timing import Ceilings, Spread
 from lw_jax.core import runtime, tree
 from lw_jax.core.config import Config
@@ -27,7 +27,8 @@ from lw_jax.data import row_sources
 from lw_jax.data.loader import Loader
 from lw_jax.hub import weights
 from lw_jax.hub.tensor_files import list_tensors
-from lw_jax.planning import gpus, workload
+from lw_jax.planning import gpus, hardware, hlo_counts, roofline, workload
+from lw_jax.planning.gpus import Target
 from lw_jax.recipes import frozen_models
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import memory, memory_limit, micro_batch_search, out_of_memory
@@ -101,6 +102,11 @@ class Measured(Benchmark):
         seconds, peak = Spread.of(samples), timing.peak_bytes()  # before the ceilings' own peak
         work = workload.step_flops(cfg)
         reached = work / (seconds.median * self.ceilings.matmul * self.placement.devices)
+        planned = None
+        if (target := hardware.here(cfg).target) and "step" in needs.programs:
+            counts = hlo_counts.analyse(needs.programs["step"][0].as_text())
+            targets = target, _at_ceilings(target, self.ceilings)
+            planned = Planned(needs.peak, *(roofline.predict(counts, each).total for each in targets))
         return [
             Row(
                 "step",
@@ -116,6 +122,7 @@ class Measured(Benchmark):
                 peak_from="compiled" if peak is None else "device",
                 compile_seconds=cold,
                 cached_seconds=cached,
+                planned=planned,
             )
         ]
 
@@ -216,6 +223,14 @@ class Measured(Benchmark):
                 padding=float(np.mean(padding)),
             )
         ]
+
+
+def _at_ceilings(target: Target, ceilings: Ceilings) -> Target:
+    """Returns the target with cards of which the roofline's shares are these ceilings."""
+    peak = {roofline.ARITHMETIC[ceilings.dtype]: ceilings.matmul / roofline.MATMUL_FRACTION}
+    bandwidth = round(ceilings.bandwidth / roofline.BANDWIDTH_FRACTION)
+    card = dataclasses.replace(target.card, peak={**target.card.peak, **peak}, bandwidth=bandwidth)
+    return dataclasses.replace(target, card=card)
 
 
 def padded(batch: Tree) -> float:

@@ -18,6 +18,15 @@ Call = tuple[Callable[[Any, Any], Any], Tree]  # a function of (weights, inputs)
 
 
 @dataclasses.dataclass(frozen=True)
+class Planned:
+    """What a plan for this card says of a step that is measured."""
+
+    bytes: float  # of the fullest device, as compiled
+    seconds: float  # with the shares of the data sheet's peaks that every plan assumes
+    seconds_at_ceilings: float  # with the ceilings that were measured
+
+
+@dataclasses.dataclass(frozen=True)
 class Row:
     """One thing measured, or predicted; what does not apply is None, and 0 is a figure."""
 
@@ -39,6 +48,7 @@ class Row:
     predicted_seconds: float | None = None  # of a device that is not here; then nothing of the row is measured
     compiled_flops: float | None = None  # of a device, in all products that its program runs
     compiled_bytes: float | None = None  # of a device, read and written by all its kernels
+    planned: Planned | None = None  # of a step on a card that plans know
     why_not: str = ""  # what stood in the way
 
 
@@ -159,6 +169,12 @@ def table(device: str, ceilings: Ceilings, rows: Sequence[Row]) -> str:
         if row.compile_seconds is not None and row.cached_seconds is not None:
             figures = f"{row.compile_seconds:.1f} s with an empty cache, {row.cached_seconds:.1f} s with a filled one"
             lines.append(f"{row.part}, traced and compiled: {figures}")
+        if row.planned and row.seconds and row.peak_bytes:
+            memory, median = row.peak_bytes / row.planned.bytes - 1, row.seconds.median
+            times = {"": row.planned.seconds, " with the measured ceilings": row.planned.seconds_at_ceilings}
+            parts = (f"{value:.4f} s{words} ({median / value - 1:+.1%} measured)" for words, value in times.items())
+            figures = f"{row.planned.bytes / 1e9:.3f} GB ({memory:+.1%} measured), {', '.join(parts)}"
+            lines.append(f"{row.part}, as planned: {figures}")
         if row.compiled_flops is not None and row.compiled_bytes:
             work = f"{row.compiled_flops / 1e12:,.1f} TFLOP of products"
             figures = f"{work}, {row.compiled_bytes / 1e9:,.1f} GB read and written"

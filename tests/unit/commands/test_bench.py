@@ -10,9 +10,10 @@ import pytest
 import run
 from lw_jax.benchmarking import measurement, rows, timing
 from lw_jax.benchmarking.measurement import Measured
-from lw_jax.benchmarking.rows import Row
+from lw_jax.benchmarking.rows import Planned, Row
 from lw_jax.benchmarking.timing import Ceilings, Spread
 from lw_jax.core.errors import UserError
+from lw_jax.planning import gpus
 from lw_jax.training import memory
 from lw_jax.training.step_spec import StepSpec
 from tests import tiny
@@ -37,8 +38,11 @@ def wire(root):
 
 
 @pytest.mark.slow
-def test_step_tells_speed_share_memory_and_both_starts(wire):
+def test_step_tells_speed_share_memory_both_starts_and_the_plan(wire, monkeypatch):
+    card = gpus.parse("h100x1").card
+    monkeypatch.setattr(gpus, "of_device", lambda device: card)
     (row,) = wire.measure("step")
+    assert row.planned.bytes == row.peak_bytes and 0 < row.planned.seconds < row.planned.seconds_at_ceilings
     seconds = row.seconds.median
     assert row.seconds.least <= seconds <= row.seconds.most and row.seconds.repeats == 2
     assert row.samples_per_second == pytest.approx(4 / seconds)
@@ -146,10 +150,14 @@ def test_a_token_s_time_is_told_only_where_the_long_answer_took_longer(tokens, m
 def test_table_tells_every_figure_once():
     row = Row("step", "wire", "4 samples", Spread(0.5, 0.4, 0.7, 5), 8.0, 1234.0, 1e9, 0.25, peak_bytes=2e9)
     row = dataclasses.replace(row, peak_from="device", compile_seconds=12.0, cached_seconds=1.5, padding=0.125)
+    row = dataclasses.replace(row, planned=Planned(1.6e9, 0.4, 0.625))
     lines = rows.table("card", CEILINGS, [row]).splitlines()
     assert lines[3].split() == "step wire 0.5000 0.4000..0.7000 8.0 1,234 25% matmul 2.000 device 4 samples".split()
-    assert "12.0 s" in lines[4] and "1.5 s" in lines[4] and "12.5%" in lines[5]
-    away = dataclasses.replace(row, seconds=None, predicted_seconds=0.25, peak_from="compiled", compile_seconds=None)
+    assert "12.0 s" in lines[4] and "1.5 s" in lines[4] and "12.5%" in lines[6]
+    assert lines[5].startswith("step, as planned: 1.600 GB (+25.0% measured), 0.4000 s (+25.0% measured), 0.6250 s")
+    away = dataclasses.replace(
+        row, seconds=None, planned=None, predicted_seconds=0.25, peak_from="compiled", compile_seconds=None
+    )
     away = dataclasses.replace(away, compiled_flops=2.5e12, compiled_bytes=3e9, padding=None)
     absent = rows.table("card", CEILINGS, [away]).splitlines()
     assert absent[3].split() == "step wire 0.2500 predicted 8.0 1,234 25% matmul 2.000 compiled 4 samples".split()
