@@ -4,7 +4,7 @@ The only module that knows how a prompt is laid out. Cut and dropped examples ar
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -18,7 +18,8 @@ from lw_jax.data.tokens import BertTokenizer, ByteTokenizer, Tokenizer, marked
 WIDEST = 16  # characters of a token, at most, in a text of which a prefix is tokenised; tokens of text have 4
 MARGIN = 256  # ids tokenised beyond a limit, so that those before it are the whole text's
 AnyTokenizer = Tokenizer | BertTokenizer | ByteTokenizer
-_CONTEXT, _QUESTION = "\ue000context\ue001", "\ue000question\ue001"  # private-use placeholders while rendering
+# Private-use placeholders while rendering.
+_CONTEXT, _QUESTION, _ANSWER = "\ue000context\ue001", "\ue000question\ue001", "\ue000answer\ue001"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +251,8 @@ def make_frame(name: str, reader: Reader, prompt: config.Prompt) -> Frame:
             f"config.llms.{name}: its chat template does not contain the user's text once and unchanged; "
             'set template="plain" for this reader'
         )
-    turns = [{"role": "system", "content": prompt.system}, {"role": "user", "content": user}] if chat else []
+    turns = [{"role": "system", "content": prompt.system}] if prompt.system else []
+    turns = [*turns, {"role": "user", "content": user}] if chat else []
     if lost := chat_templates.find_lost(text, chat_templates.said(turns, "prompt")):
         key = "system" if "(system)" in lost[0].where else "user"
         raise UserError(
@@ -259,8 +261,16 @@ def make_frame(name: str, reader: Reader, prompt: config.Prompt) -> Frame:
         )
     before, after = text.split(_CONTEXT)
     middle, tail = after.split(_QUESTION)
-    open_end = not tail or not tail[-1].isspace()
-    return Frame(before, middle, tail, " " if open_end and (prompt.anchor or not chat) else "")
+    if chat and not prompt.anchor:
+        return Frame(before, middle, tail, _reply_gap(reader.tokenizer, text, turns))
+    return Frame(before, middle, tail, "" if tail and tail[-1].isspace() else " ")
+
+
+def _reply_gap(tokenizer: Tokenizer, text: str, turns: Sequence[Mapping[str, str]]) -> str:
+    """Returns the white space that the chat template writes between a prompt and its reply, as Llama 2's does."""
+    answered = tokenizer.render([*turns, {"role": "assistant", "content": _ANSWER}], reply=False)
+    gap = answered.removeprefix(text).partition(_ANSWER)[0]
+    return gap if answered.startswith(text) and gap.isspace() else ""
 
 
 def tokenize(tokenizer: AnyTokenizer, texts: list[str], *, limit: int | None = None) -> list[np.ndarray]:

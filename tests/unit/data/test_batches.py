@@ -27,6 +27,10 @@ CARDS = question_cards.make(61, facts=4, seed=0, split="train")
 TEXTS = [f"Context:\n{e.context}\nQuestion: {e.question}\nAnswer: {e.answers[0]}" for e in CARDS]
 SYSTEM = "{% if messages[1:] %}{{ messages[0].content }}{% endif %}"
 USER = "{{ messages[-1].content | trim }}"
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}"
+)
 CHAT = f"<s><|user|>{SYSTEM}{USER}<|end|><|bot|>{{{{ '\n' }}}}"
 
 
@@ -121,6 +125,7 @@ def test_begin_ids_stand_first_and_once():
         (Reader(TOK, "plain"), "\n", "Lisbon", "Lisbon"),
         (Reader(TOK, "chat"), "", "Lisbon", "Lisbon"),  # the template ends with a line break
         (Reader(train(430, chat=f"<s>{USER}<|bot|>"), "chat"), "", "Lisbon", "Lisbon"),
+        (Reader(train(430, chat=LLAMA2), "chat"), "", "Lisbon", " Lisbon"),
         (Reader(TOK, "chat"), "Answer:", "Lisbon", " Lisbon"),
         (Reader(TOK, "plain"), "\nAnswer:", "Lisbon</s>", " Lisbon"),  # which brings its own end
     ],
