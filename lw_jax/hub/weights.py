@@ -345,16 +345,16 @@ def save(
     *,
     model_type: str,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
-    stops: Sequence[int] = (),
+    generation: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a reader as a folder that `load` and transformers open: config.json, model.safetensors, tokenizer files.
 
-    `stops`, ids at which generation ends beside EOS, come in generation_config.json. All weights pass through host
-    memory at once; meant for small readers.
+    `generation` are fields of a generation_config.json; None: there is none. All weights pass through host memory at
+    once; meant for small readers.
     """
     fields = families.hf_fields(cfg, model_type) | _special_ids(tokenizer)
     tensors = families.fuse(_named(params, families.tensor_map(cfg)), model_type)
-    _write(folder, tensors, fields, tokenizer, stops)
+    _write(folder, tensors, fields, tokenizer, generation)
 
 
 def save_ttt(folder: Path, params: Tree, cfg: TTTConfig, *, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
@@ -389,7 +389,7 @@ def _write(
     tensors: dict[str, np.ndarray],
     fields: dict[str, Any],
     tokenizer: "PreTrainedTokenizerBase | None",
-    stops: Sequence[int] = (),
+    generation: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a model's folder: all files are written before one that is there is replaced, config.json last.
 
@@ -405,10 +405,11 @@ def _write(
         config.write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(words)
-        if stops:
-            ends = {name: fields[name] for name in ("bos_token_id", "pad_token_id") if fields.get(name) is not None}
-            ends |= {"eos_token_id": list(stops)}
-            Path(words, "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n", "utf-8")
+        if generation is not None:
+            marks = {name: fields[name] for name in ("bos_token_id", "pad_token_id") if fields.get(name) is not None}
+            Path(words, "generation_config.json").write_text(
+                json.dumps({**marks, **generation}, indent=2) + "\n", "utf-8"
+            )
         files = {path.relative_to(words): path for path in sorted(Path(words).rglob("*")) if path.is_file()}
         for name, file in files.items():
             target = folder / name

@@ -3,12 +3,13 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import msgspec
 
 from lw_jax import recipes
-from lw_jax.core import config
+from lw_jax.core import config, schema
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import expand, whole
@@ -133,9 +134,14 @@ def _export_wire(cfg: Config, workdir: Path, folder: Path, *, dtype: DType, card
 
 
 def save_merged(folder: Path, recipe: DPO, pairs: Tree, model_type: str) -> None:
-    """Writes the model with its LoRA pairs merged in, bf16; AWQ matrices are unpacked first."""
+    """Writes the model with its LoRA pairs merged in, bf16; AWQ matrices are unpacked first.
+
+    Its own settings of generation go with it, and the ids at which ours ends.
+    """
     packed = "awq" if recipe.llm.weights == "awq" else ""
     params = weights.load(recipe.location, dtype=jnp.bfloat16, packed=packed)
     params = lora.merge(lora.unpack(params, recipe.model, jnp.bfloat16), pairs, recipe.lora)
-    words = recipe.tokenizer
-    weights.save(folder, params, recipe.model, model_type=model_type, tokenizer=words.backend, stops=words.stops)
+    words, stated = recipe.tokenizer, recipe.location / "generation_config.json"
+    own = schema.read(stated, dict[str, Any], remedy="fetch the file again") if stated.is_file() else {}
+    generation = own | {"eos_token_id": list(words.stops)}
+    weights.save(folder, params, recipe.model, model_type=model_type, tokenizer=words.backend, generation=generation)

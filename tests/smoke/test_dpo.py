@@ -13,6 +13,7 @@ from tests import tiny
 from tests.commands import PROJECT, Done, start_several
 
 STEPS = 24
+GENERATION, END = {"do_sample": True, "temperature": 0.6}, 7  # of the model's folder
 
 
 pytestmark = pytest.mark.slow
@@ -23,6 +24,7 @@ def here(tmp_path_factory):
     """A tiny model of packed matrices and pairs that prefer the polite answer, in a folder of its own."""
     here = tmp_path_factory.mktemp("dpo")
     tiny.write_reader(here / "model", "llama", head_dim=16, width=64, ffn=128)
+    (here / "model" / "generation_config.json").write_text(json.dumps({**GENERATION, "eos_token_id": END}), "utf-8")
     rows = []
     for number, card in enumerate(question_cards.make(240, facts=1, seed=1, split="train")):
         asked = {"prompt": f"{number} {card.question}"}
@@ -99,3 +101,5 @@ def test_exported_adapter_in_peft_and_merged_model_say_the_same(here, done):
     beside, merged = logits(here / "model", here / "adapter"), logits(here / "whole")
     assert np.abs(beside - logits(here / "model")).max() > 0.1
     np.testing.assert_allclose(merged, beside, atol=0.05 * np.abs(beside).max())  # saved as bf16
+    saved = json.loads((here / "whole" / "generation_config.json").read_text("utf-8"))
+    assert saved | GENERATION == saved and END in saved["eos_token_id"]

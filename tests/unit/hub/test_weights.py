@@ -89,11 +89,13 @@ def test_saved_model_leaves_no_file_of_an_earlier_one_beside_it(tmp_path):
         (tmp_path / name).write_text("{}")
     weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama")
     assert (tmp_path / "chat_template.jinja").exists(), "it may be of the tokenizer that is there"
-    weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama", tokenizer=Words(b"one"), stops=(2, 5))
+    generation = {"eos_token_id": [2, 5], "pad_token_id": 4}
+    words = Words(b"one")
+    weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama", tokenizer=words, generation=generation)
     names = {path.name for path in tmp_path.iterdir()}
     assert not names & {"chat_template.jinja", "added_tokens.json"} and names >= set(own)
     saved = json.loads((tmp_path / "generation_config.json").read_text())
-    assert saved == {"bos_token_id": 1, "eos_token_id": [2, 5], "pad_token_id": 3}
+    assert saved == {"bos_token_id": 1, "eos_token_id": [2, 5], "pad_token_id": 4}
     assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "mine.txt").stat().st_mode, "the umask's"
 
 
