@@ -57,6 +57,7 @@ class Frame:
     middle: str
     tail: str
     gap: str  # between the prompt and the answer
+    end: int  # id behind the answer
 
     def after(self, question: str) -> str:
         return self.middle + question + self.tail
@@ -155,22 +156,22 @@ class ReaderPass:
         limit: int,
         begin: bool = False,
     ) -> list[np.ndarray]:
-        """Returns the ids that follow each prompt when it is tokenised together with its answer, and EOS.
+        """Returns the ids that follow each prompt when it is tokenised together with its answer, and the one behind it.
 
-        For an already dropped or refused example, whose prompt of more than `limit` ids may be a prefix, only EOS.
+        For an already dropped or refused example, whose prompt of more than `limit` ids may be a prefix, only that.
         """
         joined = [text + self.frame.gap + e.answers[0] for text, e in zip(texts, examples, strict=True)]
         answers = []
         ids = self._tokenize(joined, begin=begin, limit=limit + self.layout.data.answer_tokens)
         for i, (prompt, full) in enumerate(zip(prompts, ids, strict=True)):
             if _is_cut(texts[i], limit) and self.ledger.settled(i):
-                answers.append(marked((), (), (self.tokenizer.eos,)))
+                answers.append(marked((), (), (self.frame.end,)))
                 continue
             if np.array_equal(full, prompt):
                 self.ledger.drop(i, "nothing", f"answer {examples[i].answers[0]!r}, reader {self.name!r}")
             elif len(full) <= len(prompt) or not np.array_equal(full[: len(prompt)], prompt):
                 self._drop_boundary(i, examples[i])
-            answers.append(marked(full[len(prompt) :], (), (self.tokenizer.eos,)))
+            answers.append(marked(full[len(prompt) :], (), (self.frame.end,)))
         return answers
 
     def _read_text(
@@ -261,16 +262,23 @@ def make_frame(name: str, reader: Reader, prompt: config.Prompt) -> Frame:
         )
     before, after = text.split(_CONTEXT)
     middle, tail = after.split(_QUESTION)
-    if chat and not prompt.anchor:
-        return Frame(before, middle, tail, _reply_gap(reader.tokenizer, text, turns))
-    return Frame(before, middle, tail, "" if tail and tail[-1].isspace() else " ")
+    gap, end = _read_reply(reader.tokenizer, text, turns) if chat else ("", reader.tokenizer.eos)
+    if prompt.anchor or not chat:
+        gap = "" if tail and tail[-1].isspace() else " "
+    return Frame(before, middle, tail, gap, end)
 
 
-def _reply_gap(tokenizer: Tokenizer, text: str, turns: Sequence[Mapping[str, str]]) -> str:
-    """Returns the white space that the chat template writes between a prompt and its reply, as Llama 2's does."""
+def _read_reply(tokenizer: Tokenizer, text: str, turns: Sequence[Mapping[str, str]]) -> tuple[str, int]:
+    """Returns what the chat template writes around the reply to a prompt.
+
+    White space before it, as Llama 2's does, and the id that ends its turn, which of Phi-3 is not EOS.
+    """
     answered = tokenizer.render([*turns, {"role": "assistant", "content": _ANSWER}], reply=False)
-    gap = answered.removeprefix(text).partition(_ANSWER)[0]
-    return gap if answered.startswith(text) and gap.isspace() else ""
+    before, _, behind = answered.partition(_ANSWER)
+    gap = before.removeprefix(text)
+    first = tokenizer.encode(behind.lstrip())[:1]
+    end = first[0] if first and first[0] in tokenizer.stops else tokenizer.eos
+    return gap if before.startswith(text) and gap.isspace() else "", end
 
 
 def tokenize(tokenizer: AnyTokenizer, texts: list[str], *, limit: int | None = None) -> list[np.ndarray]:

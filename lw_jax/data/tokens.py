@@ -55,7 +55,7 @@ class Tokenizer:
 
     backend: "PreTrainedTokenizerFast"
     begin: tuple[int, ...]  # what the tokenizer itself puts before a text: (BOS,) for Llama, () for Qwen
-    eos: int  # ends a turn; the target after an answer
+    eos: int  # ends a document, and a turn where no chat template writes another of `stops`
     stops: tuple[int, ...]  # ids at which generation ends, eos first
     pad: int
     vocab: int  # highest id + 1

@@ -267,7 +267,7 @@ class SelfmadeReader(Recipe):
         known: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
         for pair in {pair for example in cards for pair in question_cards.questions(example)}:
             question = self.tokenizer.encode(frame.after(pair[0]))
-            answer = marked(self.tokenizer.encode(frame.gap + pair[1]), (), (self.tokenizer.eos,)).tolist()
+            answer = marked(self.tokenizer.encode(frame.gap + pair[1]), (), (frame.end,)).tolist()
             known[pair] = (question + answer, [0] * len(question) + [1] * len(answer))
         rows = []
         for example in cards:

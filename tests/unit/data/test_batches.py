@@ -136,6 +136,15 @@ def test_space_before_the_answer_follows_the_end_of_the_prompt(reader, anchor, g
     assert answer_ids(fields, 0) == [*reader.tokenizer.encode(answer), reader.tokenizer.eos]
 
 
+@pytest.mark.parametrize(("template", "end"), [("chat", "<pad>"), ("plain", "</s>")])
+def test_an_answer_ends_as_the_chat_template_ends_a_turn(template, end):
+    tokenizer = train(430, chat="{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<pad>\n</s>{% endfor %}")
+    tokenizer = dataclasses.replace(tokenizer, stops=(*tokenizer.stops, tokenizer.pad))
+    spec = layout(readers={"a": Reader(tokenizer, template)}, prompt={"system": "", "anchor": ""})
+    fields = batches.encode([Example("x", "c", "q?", ("Lisbon",))], layout=spec).collate([0])["readers"]["a"]
+    assert answer_ids(fields, 0)[-1] == tokenizer.backend.convert_tokens_to_ids(end)
+
+
 def test_anchor_with_trailing_space_drops_exactly_the_answers_that_merge_with_it():
     spec = layout(readers={"a": Reader(TOK, "plain")}, prompt={"anchor": "\nAnswer: "})
     stem = TOK.encode("\nAnswer: ")
