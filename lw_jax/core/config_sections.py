@@ -444,7 +444,7 @@ class Train:
     micro_batch: int = key(
         0, "most examples of a device at once, 0: as many as fit; accumulation follows", unit="examples", at_least=0
     )
-    log_every: int = key(10, "interval of the log", unit="steps", above=0, shapes="no")
+    log_every: int = key(10, "interval of the log; a checkpoint ends a row too", unit="steps", above=0, shapes="no")
     log_to: tuple[str, ...] = key(
         ("tensorboard",),
         "where the rows of metrics.jsonl go too; wandb and mlflow choose project and server by their own environment "

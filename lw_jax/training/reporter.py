@@ -29,7 +29,7 @@ class Reporter:
         self._logs: list[metrics.MetricsLog | sinks.TensorBoard] = []
         self.clock = metrics.Clock(0, cfg.train.steps)
         self.last: dict[str, float] = {}  # metrics that were reported
-        self._steps: dict[str, list[float]] = collections.defaultdict(list)  # metrics of the steps since then
+        self._steps: list[tuple[int, dict[str, float]]] = []  # metrics of the steps since then
         used = {device for mesh in recipe.placement.meshes for device in mesh.local_devices}
         suffix = "" if self._is_first_process else f"-{jax.process_index()}"
         self._sampler = Sampler(
@@ -52,7 +52,7 @@ class Reporter:
     def open_logs(self, first: int, *, revalidate: bool) -> Iterator[None]:
         """Opens the metrics logs without rows beyond step `first` and restarts the clock."""
         self._logs, self.clock = [], metrics.Clock(first, self._train.steps)
-        self._steps.clear()
+        self._steps = [(step, values) for step, values in self._steps if step <= first]  # others are taken again
         folder = self._workdir if self._is_first_process else None
         with contextlib.ExitStack() as stack:
             if folder:
@@ -83,17 +83,22 @@ class Reporter:
     def advance(self, step: int) -> None:
         self._live.advance(step)
 
-    def report(self, step: int, values: Tree, *, final: bool = False) -> None:
+    def report(self, step: int, values: Tree, *, flush: bool = False) -> None:
         """Takes each step's values; at a step that is logged, reports their means since the last one that was.
+
+        `flush` logs the step whatever `train.log_every` is.
 
         A single step would show some tasks or lengths alone: those of a mixture come in a fixed order.
         """
-        for name, value in values.items():
-            self._steps[name].append(float(value))
-        if not (final or step % self._train.log_every == 0):
+        self._steps.append((step, {name: float(value) for name, value in values.items()}))
+        if not (flush or step % self._train.log_every == 0):
             return
-        scalars = self.last = {name: sum(steps) / len(steps) for name, steps in self._steps.items()}
-        self._steps.clear()
+        columns: dict[str, list[float]] = collections.defaultdict(list)
+        for _, metrics_of_step in self._steps:
+            for name, value in metrics_of_step.items():
+                columns[name].append(value)
+        scalars = self.last = {name: sum(column) / len(column) for name, column in columns.items()}
+        self._steps = []
         unit, per_example = self._recipe.unit
         pace, left = self.clock.lap(step)
         fields = {name: f"{name} {value:.4g}" for name, value in scalars.items()}

@@ -204,7 +204,7 @@ class Run:
             if validate and not self._validate(step, session.frozen, stop_requested):
                 return runtime.REQUEUE
         with out_of_memory.detect():
-            self._report_pending(final=True)
+            self._report_pending(flush=True)
         return 0
 
     def _step(self, step: int, session: _Session) -> Tree:
@@ -236,18 +236,18 @@ class Run:
         jax.block_until_ready(self.state)
         return self.reporter.clock.paused()
 
-    def _report_pending(self, *, final: bool = False) -> None:
+    def _report_pending(self, *, flush: bool = False) -> None:
         """Reports the last step's values, a step late, so that the devices never wait for the host."""
         pending, self._pending = self._pending, None
         if pending is not None:
             _check_finite(*pending, self.cfg, saved=self._saved)
-            self.reporter.report(*pending, final=final)
+            self.reporter.report(*pending, flush=flush)
 
     def _save(self, step: int, loader: Loader, *, wait: bool) -> None:
-        """Saves a checkpoint; the step is logged first, so that a kill in between leaves no gap in the log."""
+        """Saves a checkpoint; the step is logged first: neither a kill in between nor a resumed run leaves a gap."""
         assert self.checkpointer is not None
         with out_of_memory.detect():
-            self._report_pending(final=step == self.cfg.train.steps)
+            self._report_pending(flush=True)
         with self.reporter.clock.paused() if self._is_validated(step) else contextlib.nullcontext():
             with phase(f"saving checkpoint {step}"):
                 self.checkpointer.save(step, self.state, data=loader.state(), wait=wait)

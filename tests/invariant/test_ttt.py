@@ -1,6 +1,7 @@
 """A Test-Time-Training run is the same on any number of devices, in any pieces, stopped or not; and it learns."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,16 @@ def test_stopped_run_goes_on_bit_equal(root, alone, tmp_path):
     assert {"train/loss", "validation/nll/bigram", "validation/inner/after"} <= {
         key for row in comparable(folder) for key in row
     }
+
+
+def test_each_step_of_a_stopped_run_is_in_one_row_of_the_log(root, alone, tmp_path):
+    folder = tmp_path / "run"
+    for stopped in (5, None):
+        recipe = tiny.make_ttt(root, train__log_every=4)
+        tiny.curve(recipe, folder, stop=lambda step, last=stopped: step == last)
+    ends = [0, *(row["step"] for row in tiny.logged_rows(folder))]
+    assert {4, 5} <= set(ends)
+    assert tiny.logged_losses(folder) == [np.mean(alone[2][begin:end]) for begin, end in itertools.pairwise(ends)]
 
 
 def test_checkpoint_of_one_device_goes_on_split_over_four(root, alone, tmp_path):
