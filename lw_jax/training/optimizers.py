@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from lw_jax.core import config
@@ -91,6 +92,12 @@ def _muon() -> optax.GradientTransformation:
         optax.contrib.scale_by_muon(weight_dimension_numbers=axes),
         optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(sized, updates)),
     )
+
+
+def learned(rates: Rates, abstract: Tree) -> list[Any]:
+    """Returns the leaves that have a rate above 0 in some phase."""
+    learns = rules.match([(path, bool(np.any(rate))) for path, rate in rates], abstract, name="learning rates")
+    return [leaf for leaf, flag in zip(jax.tree.leaves(abstract), jax.tree.leaves(learns), strict=True) if flag]
 
 
 def make(

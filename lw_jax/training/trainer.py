@@ -20,6 +20,7 @@ from lw_jax.training import (
     evaluation_memory,
     memory_limit,
     micro_batch_search,
+    optimizers,
     out_of_memory,
     preflight,
 )
@@ -167,7 +168,7 @@ class Run:
         return weights.frozen
 
     def _describe_batch(self) -> str:
-        trainable = tree.count(self.state["trainable"])
+        trainable = tree.count(optimizers.learned(self.recipe.rates, self.recipe.abstract().trainable))
         cut = self.step_spec.cut(self.accumulation)
         padding = cut.describe(micro_batch=bool(self.cfg.train.micro_batch))
         less = f" - {cut.filling} padding rows" if padding else ""

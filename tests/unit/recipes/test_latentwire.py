@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from lw_jax.core import tree
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT
 from lw_jax.models import codec
@@ -34,6 +35,14 @@ def test_pretrained_body_moves_by_its_own_rate_in_each_stage_and_a_new_one_as_it
     assert rates["encoder/body/.*"] == pytest.approx((0.0, body))
     assert rates["encoder/head/.*"] == (0.0, 1.0)
     assert rates["adapters/.*"] == 1.0
+
+
+def test_a_frozen_body_is_not_counted_among_the_trainable_parameters(root, bodies, capsys):
+    recipe = tiny.make_recipe(root, encoder__kind="lm", encoder__rate=0.0, **bodies["lm"])
+    trainer.Run(recipe.cfg, recipe, None, None).prepare()
+    shapes = recipe.abstract().trainable
+    count = tree.count(shapes) - tree.count(shapes["encoder"]["body"])
+    assert f"; {count:,} trainable parameters;" in capsys.readouterr().out
 
 
 def work(recipe, batch):
