@@ -171,7 +171,7 @@ def _training_config(cfg: Config) -> Config:
         seed=0,
         stages=config.Stages(),
         train=dataclasses.replace(
-            cfg.train, steps=spec.steps, global_batch=spec.batch, micro_batch=0, log_every=100, eval_every=0
+            cfg.train, steps=spec.steps, global_batch=spec.batch, micro_batch=0, log_every=10, eval_every=0
         ),
         optim=dataclasses.replace(OPTIM, learning_rate=spec.learning_rate, warmup_steps=spec.steps // 10),
     )

@@ -15,6 +15,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.data import question_cards
 from lw_jax.data.tokens import load_tokenizer
 from lw_jax.recipes import selfmade
+from lw_jax.training.trainer import Run
 from sharding import mesh as meshes
 from tests import tiny
 
@@ -117,6 +118,14 @@ def made(root, tmp_path_factory):
             data = recipe.data("validation")
             found[style] = (recipe, data, data.collate(range(len(data)))["readers"]["reader"])
     return found
+
+
+def test_a_reader_is_said_to_answer_as_it_does_at_the_end(made, root):
+    recipe, steps = made["pairs"][0], 100
+    run = Run(selfmade._training_config(tiny.make_config(root, selfmade__steps=steps)), recipe, None, None, quiet=True)
+    for step in range(1, steps + 1):
+        run.reporter.report(step, {"accuracy/answer": step / steps}, flush=step == steps)
+    assert run.reporter.last["accuracy/answer"] > 0.9
 
 
 def test_what_the_folder_does_not_name_makes_no_other_reader(made, root, monkeypatch):
