@@ -80,8 +80,8 @@ def _describe_models(cfg: Config, recipe: Recipe) -> Iterator[str]:
     for name, llm in cfg.llms.items():
         yield f"{name}: {llm.source}, frozen, {bytes_of(tree.nbytes(frozen[name]))} ({llm.weights})"
     if isinstance(recipe, LatentWire):
-        body = cfg.encoder.source or "from scratch"
-        yield f"encoder: {body}; a message has at most {cfg.encoder.slots} latents of {cfg.encoder.width} values"
+        origin = f"of the run {cfg.encoder.run}, frozen" if cfg.encoder.run else cfg.encoder.source or "from scratch"
+        yield f"encoder: {origin}; a message has at most {cfg.encoder.slots} latents of {cfg.encoder.width} values"
 
 
 def _train(cfg: Config, workdir: Path, services: sinks.Services | None, record: Callable[[], None]) -> int:

@@ -20,3 +20,9 @@ def test_a_start_that_is_refused_or_finds_the_run_finished_changes_no_record(tmp
     with pytest.raises(UserError, match="checkpoint"):
         train.main(cfg, folder, lambda: calls.append("refused"))
     assert calls == ["begun"] and hardware.read_text() == before
+
+
+def test_an_encoder_of_another_run_is_not_said_to_be_from_scratch(root):
+    recipe = tiny.make_recipe(root, encoder__run="runs/other")
+    (line,) = (line for line in train._describe_models(recipe.cfg, recipe) if line.startswith("encoder: "))
+    assert line.startswith("encoder: of the run runs/other, frozen; ")
