@@ -35,8 +35,12 @@ class ValidationLoop:
         return self.batch.run(lambda size: self._measure(trainable, frozen, size, stop_requested))
 
     def describe_data(self) -> list[str]:
-        """Reads the held-out data; returns lines about the first set. Raises UserError where it cannot be used."""
-        return ["held-out data: " + "\n".join(encoded.describe()) for prefix, encoded in self._data if not prefix]
+        """Reads the held-out data; returns lines about each task's. Raises UserError where it cannot be used."""
+        limit, lines = run_folder.validation_examples(self._step_spec.cfg), []
+        for encoded in (encoded for prefix, encoded in self._data if not prefix):
+            measured = [f"  {limit:,} of them are measured"] if 0 < limit < len(encoded) else []
+            lines.append("held-out data: " + "\n".join([*encoded.describe(), *measured]))
+        return lines
 
     def describe(self, values: dict[str, float]) -> str:
         """Returns the metrics for the progress line: of further data sets the NLL only, the log files have the rest."""

@@ -153,6 +153,9 @@ def test_training_validates_as_many_examples_as_it_is_told_or_as_eval_does(root,
     monkeypatch.setattr(validation_loop, "eval_batches", lambda encoded, size, limit, share: seen.append(limit) or [])
     for limit, examples in ((16, 8), (0, 8), (3, 8)):
         recipe = tiny.make_recipe(root, data__validation_limit=limit, eval__examples=examples)
-        trainer.Run(recipe.cfg, recipe, None, None).validation_loop.measure({}, {})
+        loop = trainer.Run(recipe.cfg, recipe, None, None).validation_loop
+        loop.measure({}, {})
         assert set(seen) == {limit or examples}
         seen.clear()
+        (told,) = loop.describe_data()  # of 256 cards, or those within the limit
+        assert told.endswith(f"  {examples} of them are measured") == (not limit)
