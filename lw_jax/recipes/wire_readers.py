@@ -10,7 +10,7 @@ import jax
 
 from lw_jax.core.types import SHARED, Example, LossTerms, Tree
 from lw_jax.data import examples, prompt_tokens, question_cards, tokens
-from lw_jax.data.batches import Encoded
+from lw_jax.data.batches import Encoded, one_context
 from lw_jax.data.data_schedule import DataSchedule
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
 from lw_jax.hub import weights
@@ -19,6 +19,7 @@ from lw_jax.models import decoder
 from lw_jax.models.wire import Reader, Wire
 from lw_jax.recipes import frozen_models
 from lw_jax.recipes.curriculum import Curriculum
+from lw_jax.training import preflight
 from lw_jax.training.recipe import Finding, Recipe
 from sharding import shards
 
@@ -124,9 +125,9 @@ class WireReaders(Recipe):
         raise NotImplementedError
 
     def findings(self) -> list[Finding]:
-        """Returns findings on held-out texts that are trained on and on prompts beyond a reader's trained positions."""
+        """Returns findings on the held-out texts and on prompts beyond a reader's trained positions."""
         limits = {name: reader.config.max_positions for name, reader in self.wire.readers.items()}
-        return self._shared_texts() + [
+        beyond = [
             Finding(
                 "warning", f"reader {name!r}: {keys} allow {needed:,} positions, it was trained on {most:,}; lower them"
             )
@@ -134,6 +135,7 @@ class WireReaders(Recipe):
             for keys, needed in self.longest_prompts().items()
             if needed > most
         ]
+        return self._shared_texts() + self._missed_collapse() + beyond
 
     def _shared_texts(self) -> list[Finding]:
         """Returns a warning where held-out texts are among those of training; an outline reads no data."""
@@ -151,6 +153,15 @@ class WireReaders(Recipe):
         what = f"of {len(held_out):,} texts of config.data.validation are also {where}"
         remedy = "scores of them measure memory; divide the data by text, not by question"
         return [Finding("warning", f"{what}: {remedy}")]  # a copy is how one tries whether a wire can overfit
+
+    def _missed_collapse(self) -> list[Finding]:
+        """Returns a warning where there is no other text from whose message held-out questions could be answered."""
+        held_out = [] if self.outline else self.curriculum.examples("validation")
+        if not held_out or not one_context(held_out) or not preflight.alarm_step(self.cfg.train):
+            return []
+        lost = f"it cannot fire in answers, as all {len(held_out):,} held-out questions are about one text"
+        setting = f"train.alarm_step={self.cfg.train.alarm_step}"
+        return [Finding("warning", f"{setting}: {lost}; a collapsed run is not stopped")]
 
     # --- loss
 

@@ -67,6 +67,8 @@ def test_one_text_has_no_other_to_be_sent_and_no_collapse_is_seen(root, tmp_path
     one = make(root, data__validation=str(file))
     assert [prefix for prefix, _ in one.validation()] == [""]
     assert one.collapse(6, {"nll/llama": 0.01, "nll/qwen": 0.02}) == ""
+    (told,) = tiny.make_recipe(root, data__validation=str(file), train__alarm_step=6).findings()
+    assert str(told).startswith("warning: train.alarm_step=6: it cannot fire in answers, as all 4 ")
 
 
 def values(gaps, *, base=2.0):
