@@ -1,10 +1,11 @@
 """Records of an evaluation under way, on disk: one that was cut short resumes where it was."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.eval_rows import ROWS
 from lw_jax.core.files import write_whole
 from lw_jax.evals.comparison import Record
 
@@ -15,14 +16,15 @@ class RecordLog:
     """Records by reader, row and example, each written to a file when it is added.
 
     The file's first line is the evaluation's key, each further one a record. A file of another key begins anew.
+    Records of rows with a learned vector are of that vector, too.
     """
 
-    def __init__(self, path: Path | None = None, key: str = ""):
-        """Reads the records of the same key; without a path they are in memory alone.
+    def __init__(self, path: Path | None = None, key: str = "", *, vectors: Mapping[str, str] = {}):
+        """Reads the records of the same key and vectors; without a path they are in memory alone.
 
-        Raises UserError for a line that is no record.
+        `vectors`: what identifies each reader's. Raises UserError for a line that is no record.
         """
-        self._path, self._records = path, dict[Name, Record]()
+        self._path, self._records, self._vectors = path, dict[Name, Record](), vectors
         self.dropped = 0  # records of another key
         if path is None:
             return
@@ -38,7 +40,7 @@ class RecordLog:
                 f"{path}: a line is no record ({error}); remove the file: the evaluation begins anew"
             ) from error
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, "".join(f"{line}\n" for line in (head, *resumed)))
+        write_whole(path, "".join(f"{line}\n" for line in (head, *map(json.dumps, self._records.values()))))
 
     def __len__(self) -> int:
         return len(self._records)
@@ -48,6 +50,7 @@ class RecordLog:
         return [row for row in rows if any((reader, row, index) not in self._records for index in indices)]
 
     def add(self, records: Sequence[Record]) -> None:
+        records = [record | self._vector(record) for record in records]
         self._keep(records)
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
@@ -58,4 +61,8 @@ class RecordLog:
         return [self._records[reader, row, index] for index in indices for reader in readers for row in rows]
 
     def _keep(self, records: Sequence[Record]) -> None:
-        self._records |= {(record["reader"], record["row"], record["index"]): record for record in records}
+        own = (record for record in records if record == record | self._vector(record))
+        self._records |= {(record["reader"], record["row"], record["index"]): record for record in own}
+
+    def _vector(self, record: Record) -> Record:
+        return {"vector": self._vectors.get(record["reader"], "")} if ROWS[record["row"]].taught else {}

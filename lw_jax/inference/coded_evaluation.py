@@ -53,7 +53,8 @@ def measure(
         swapped = dataclasses.replace(swapped, encoded=cache_rows.attach(swapped.encoded, recipe.layout))
         say(swapped.describe(changed, len(indices)))
         _check_positions(wire, swapped.encoded, range(len(swapped.origins)), rows)
-    log = RecordLog(folder and folder / PARTIAL, _key(wire, encoded, taught))
+    vectors = {name: content_hash(np.asarray(vector).tolist()) for name, vector in taught.items()}
+    log = RecordLog(folder and folder / PARTIAL, _key(wire, encoded), vectors=vectors)
     if len(log):
         say(f"resuming: {len(log):,} records are in {folder}/{PARTIAL}")
     elif log.dropped:
@@ -88,19 +89,15 @@ def _check_positions(wire: CodedWire, encoded: Encoded, indices: Sequence[int], 
         )
 
 
-def _key(wire: CodedWire, encoded: Encoded, taught: Mapping[str, jax.Array]) -> str:
-    """Returns a hash of what the records depend on; the mesh, which changes them by rounding alone, is left out.
-
-    `taught`: each reader's vector, which is learned from data.train.
-    """
+def _key(wire: CodedWire, encoded: Encoded) -> str:
+    """Returns a hash of what the records of all rows depend on; the mesh changes them by rounding alone."""
     options = dataclasses.asdict(wire.recipe.cfg)
     for name in ("rows", "batch"):
         del options["eval"][name]
     del options["mesh"]
     options["compute"]["dtype"] = precision.resolve(wire.recipe.cfg.compute.dtype, wire.recipe.placement.platform)
     examples = [dataclasses.astuple(example) for example in encoded.examples]
-    vectors = {name: np.asarray(vector).tolist() for name, vector in taught.items()}
-    return content_hash([wire.fingerprint, wire.ratio, options, examples, vectors, plan_cache.code()])
+    return content_hash([wire.fingerprint, wire.ratio, options, examples, plan_cache.code()])
 
 
 def measure_times(wire: CodedWire, measured: Measured, name: str) -> tuple[Times, dict[str, float]]:

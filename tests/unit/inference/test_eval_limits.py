@@ -123,13 +123,31 @@ def test_texts_that_cannot_be_read_twice_are_refused_before_any_is_measured(root
     assert len(measured) == 1
 
 
-def test_records_of_another_program_or_taught_vector_are_of_another_key(root, monkeypatch):
-    wire = make_coded(root)
-    encoded = wire.recipe.encode(wire.recipe.curriculum.examples("validation")[:2])
-    keys = [coded_evaluation._key(wire, encoded, {"qwen": np.full(3, value)}) for value in (1.0, 1.0, 2.0)]
-    assert keys[0] == keys[1] != keys[2]
+def test_records_of_another_program_are_dropped_and_of_another_taught_vector_those_of_its_rows(
+    root, monkeypatch, tmp_path
+):
+    wire, wanted, told = make_coded(root, eval__rows=("none", "text_taught")), [], []
+
+    def measure(bench, encoded, indices, *, rows, log, **options):
+        wanted.append(log.missing("qwen", rows, indices))
+        log.add([{"reader": "qwen", "row": row, "index": index} for row in wanted[-1] for index in indices])
+        return log.read(["qwen"], rows, indices)
+
+    def resume(**taught):
+        coded_evaluation.measure(wire, batch=8, say=told.append, folder=tmp_path, taught=taught)
+        return wanted[-1]
+
+    monkeypatch.setattr(cache_rows, "measure", measure)
+    assert resume(qwen=np.ones(3)) == ["none", "text_taught"]
+    assert resume(qwen=np.ones(3)) == []
+    assert resume(qwen=np.full(3, 2.0)) == ["text_taught"]
+    wire.recipe.cfg = dataclasses.replace(
+        wire.recipe.cfg, eval=dataclasses.replace(wire.recipe.cfg.eval, rows=("none",))
+    )
+    assert resume() == [], "without the row nothing is taught"
+    assert not any("are replaced" in line for line in told)
     monkeypatch.setattr(plan_cache, "code", lambda: "of another version")
-    assert coded_evaluation._key(wire, encoded, {"qwen": np.ones(3)}) != keys[0]
+    assert resume() == ["none"] and "are replaced" in told[-1]
 
 
 def test_a_message_is_timed_with_what_the_rows_read_of_a_text(root):
