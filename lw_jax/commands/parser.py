@@ -5,17 +5,14 @@ import difflib
 import functools
 import math
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from lw_jax.core.command_line import take_assignments
+from lw_jax.core.command_line import PROGRAM, take_assignments
 from lw_jax.core.errors import UserError
 from lw_jax.core.version import __version__
 
 DEFAULT = "train"
-PROGRAM = "lw-jax" if Path(sys.argv[0]).name == "lw-jax" else "python run.py"
 
 
 def _whole(text: str) -> int:

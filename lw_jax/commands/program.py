@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from lw_jax.commands import parser
 from lw_jax.core import environment, process_start, warning_lines
+from lw_jax.core.command_line import PROGRAM
 from lw_jax.core.errors import UserError
 from sharding.errors import PlacementError
 
@@ -42,7 +43,7 @@ def main(argv: list[str]) -> int:
         with process_start.at_once() if args.verb == "train" else contextlib.nullcontext():
             return start(args)
     except (UserError, PlacementError) as error:
-        print(f"error: {error}".replace("python run.py", parser.PROGRAM), file=sys.stderr)
+        print(f"error: {error}".replace("python run.py", PROGRAM), file=sys.stderr)
         return 2
     except OSError as error:
         if error.errno not in UNUSABLE:

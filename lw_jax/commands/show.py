@@ -9,6 +9,7 @@ from typing import Any
 
 from lw_jax.commands.loading import Loaded
 from lw_jax.core import config
+from lw_jax.core.command_line import PROGRAM
 from lw_jax.core.config import diff, flatten, identity, to_dict
 from lw_jax.core.config_sections import RECIPES
 
@@ -67,7 +68,7 @@ def print_keys(*, as_json: bool) -> None:
             print(textwrap.fill(entry.key.doc, _WIDTH, initial_indent=" " * 22, subsequent_indent=" " * 22))
         print()
     print(f"{len(keys)} keys; a reader's under its own name in llms. A file sets c.SECTION.KEY, a flag")
-    print("--config.SECTION.KEY=VALUE; `python run.py show --config FILE` prints the values of a configuration.")
+    print(f"--config.SECTION.KEY=VALUE; `{PROGRAM} show --config FILE` prints the values of a configuration.")
 
 
 def _to_dict(entry: config.Entry, recipes: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import jax
 from lw_jax import recipes
 from lw_jax.commands.loading import Loaded
 from lw_jax.core import processes, runtime, tree
+from lw_jax.core.command_line import PROGRAM
 from lw_jax.core.config import Config
 from lw_jax.hub import sources
 from lw_jax.planning import gpus, hardware, planner
@@ -37,7 +38,7 @@ def run(_: argparse.Namespace, loaded: Loaded) -> int:
         loaded.workdir,
         cfg=loaded.cfg,
         base=loaded.defaults,
-        command=("run.py", *sys.argv[1:]),
+        command=(PROGRAM.removeprefix("python "), *sys.argv[1:]),
     )
     processes.from_first(lambda: _take_folder(loaded, record))
     return main(loaded.cfg, loaded.workdir, record)
@@ -125,5 +126,5 @@ def _save_start(recipe: Recipe, checkpointer: Checkpointer, workdir: Path, begin
     if checkpointer.restore({"trainable": recipe.placed().trainable}) is None:
         begin(0)
         checkpointer.save(0, {"trainable": recipe.build().trainable}, data={}, wait=True)
-    print(f"{workdir}: finished, nothing is trained; python run.py eval --workdir {workdir} measures it", flush=True)
+    print(f"{workdir}: finished, nothing is trained; {PROGRAM} eval --workdir {workdir} measures it", flush=True)
     return 0

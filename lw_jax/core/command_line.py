@@ -1,9 +1,12 @@
-"""Assignments of the command line, `--config.section.key=value`; light at import."""
+"""The program's name, and assignments of the command line, `--config.section.key=value`; light at import."""
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from lw_jax.core.errors import UserError
+
+PROGRAM = "lw-jax" if Path(sys.argv[0]).name == "lw-jax" else "python run.py"
 
 
 def take_assignments(argv: Sequence[str] | None) -> tuple[dict[str, str], list[str]]:

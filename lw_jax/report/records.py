@@ -10,6 +10,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 from msgspec import Meta
 
 from lw_jax.core import schema
+from lw_jax.core.command_line import PROGRAM
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.schema import Index, Size
@@ -111,12 +112,13 @@ class Run:
     texts: dict[str, str]  # of TEXTS, those that are there
 
     def command(self, verb: str, *flags: str) -> str:
-        return shlex.join(("python", "run.py", verb, "--workdir", str(self.workdir), *flags))
+        return f"{PROGRAM} {shlex.join((verb, '--workdir', str(self.workdir), *flags))}"
 
     @property
     def training(self) -> str:
         command = self.texts.get("command.txt", "").strip()
-        return f"python {command}" if command else self.command("train", "--config", "FILE")
+        called = f"python {command}" if command.startswith("run.py") else command
+        return called or self.command("train", "--config", "FILE")
 
     @property
     def curve(self) -> Curve | None:

@@ -185,6 +185,17 @@ def test_what_is_missing_is_a_line_with_its_command(names, expected, tmp_path: P
         assert not {"svg", "figure", "th"} & set(page.tags), "nothing is drawn before the first step"
 
 
+def test_commands_are_those_of_the_installed_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "run")
+    monkeypatch.setattr(records, "PROGRAM", "lw-jax")
+    (folder / "command.txt").write_text("lw-jax --config configs/smoke.py\n", "utf-8")
+    told = records.read(folder)
+    assert (told.training, told.command("eval")) == (
+        "lw-jax --config configs/smoke.py",
+        f"lw-jax eval --workdir {folder}",
+    )
+
+
 def test_a_run_without_steps_has_no_curves_and_asks_for_no_training(tmp_path: Path) -> None:
     cache = {"encoder__kind": "cache", "encoder__source": "", "encoder__ratio": 2, "encoder__width": 60}
     folder = write_run(tmp_path / "run", train__steps=0, **cache)

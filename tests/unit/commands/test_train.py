@@ -1,8 +1,11 @@
 """lw_jax/commands/train.py: what a start writes of itself into the run's folder."""
 
+import argparse
+import sys
+
 import pytest
 
-from lw_jax.commands import train
+from lw_jax.commands import loading, train
 from lw_jax.core.errors import UserError
 from tests import tiny
 
@@ -26,3 +29,12 @@ def test_an_encoder_of_another_run_is_not_said_to_be_from_scratch(root):
     recipe = tiny.make_recipe(root, encoder__run="runs/other")
     (line,) = (line for line in train._describe_models(recipe.cfg, recipe) if line.startswith("encoder: "))
     assert line.startswith("encoder: of the run runs/other, frozen; ")
+
+
+def test_the_installed_program_records_its_own_name(tmp_path, monkeypatch):
+    cfg = tiny.make_ttt_config(tmp_path / "data")
+    monkeypatch.setattr(train, "PROGRAM", "lw-jax")
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/lw-jax", "--config", "configs/smoke.py"])
+    monkeypatch.setattr(train, "main", lambda cfg, workdir, record: record())
+    train.run(argparse.Namespace(), loading.Loaded("", cfg, tmp_path / "run", {}, {}, {}))
+    assert (tmp_path / "run" / "command.txt").read_text() == "lw-jax --config configs/smoke.py\n"
