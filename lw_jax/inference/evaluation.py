@@ -204,12 +204,17 @@ def _check_positions(recipe: LatentWire, encoded: Encoded, options: Eval) -> Non
         message = sum(lengths.get(key, 0) for key in ("before", "after")) + recipe.cfg.encoder.slots + 1
         prompts = [sum(lengths.get(key, 0) for key in row.fields) + row.taught for row in rows]
         needed = max(message, *prompts) + max(lengths["answer"] - 1, options.max_new_tokens)  # EOS is no input
+        needs = [(needed, "the longest prompt and its answer take")]
+        if any(row.compacted for row in rows):
+            twice = 2 * lengths["context"] - lengths["before"] + lengths["asked"]
+            needs.append((twice, "the longest text, which a row 'ceiling' reads twice, takes"))
+        needed, what = max(needs)
         decoder.check_positions(
             reader.config,
             needed,
-            what=f"reader {name!r}: the longest prompt and its answer take",
+            what=f"reader {name!r}: {what}",
             remedy=f"lower config.data.context_tokens={recipe.cfg.data.context_tokens:,} (or encoder.slots, "
-            "data.question_tokens, eval.max_new_tokens), or choose another reader",
+            "data.question_tokens, eval.max_new_tokens), or choose another reader or other rows",
         )
 
 

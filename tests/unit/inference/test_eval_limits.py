@@ -7,14 +7,17 @@ import json
 import types
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.data import prompt_tokens
-from lw_jax.evals import cache_rows
+from lw_jax.evals import cache_rows, control_rows
 from lw_jax.evals.control_rows import Measured
 from lw_jax.inference import coded_evaluation, evaluation
+from lw_jax.models import attention_matching
 from lw_jax.planning import plan_cache
 from tests import tiny
 
@@ -102,6 +105,29 @@ def test_positions_have_the_learned_vector_and_are_those_of_swapped_texts_too(ro
     limit(monkeypatch, recipe, "llama", 20)
     with refused(True, "'llama'"):
         evaluation._make_swaps(recipe, encoded)
+
+
+def test_a_text_that_is_read_twice_for_a_ceiling_has_no_more_positions_than_its_reader(root, monkeypatch):
+    recipe = tiny.make_recipe(root, only="llama", eval__rows=("ceiling",))
+    encoded = recipe.data("validation", rows=("context", "asked"))
+    attached = control_rows.attach_ceiling(encoded, range(len(encoded))).collate(range(len(encoded)))
+    names = "before", "context", "probe"
+    fields = jax.tree.map(jnp.asarray, {key: attached["readers"]["llama"][key] for key in names})
+    before = fields["before"]["mask"].sum(axis=1, keepdims=True, dtype=jnp.int32)
+    params = {"embed": jnp.zeros((400, 1))}
+    read = int(
+        attention_matching.join(params, fields["context"], fields["probe"], before=before).mask.sum(axis=1).max()
+    )
+    needed = (
+        2 * longest(encoded.readers["llama"], "context")
+        + longest(encoded.readers["llama"], "asked")
+        - int(before[0, 0])
+    )
+    assert read <= needed < read + 8, "the longest text and the longest question may be two examples'"
+    for short in (0, 1):
+        limit(monkeypatch, recipe, "llama", needed - short)
+        with refused(short, "'llama'.*'ceiling' reads twice"):
+            evaluation._check_positions(recipe, encoded, recipe.cfg.eval)
 
 
 def make_coded(root, **changes) -> Any:
