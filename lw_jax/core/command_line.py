@@ -6,7 +6,8 @@ from pathlib import Path
 
 from lw_jax.core.errors import UserError
 
-PROGRAM = "lw-jax" if Path(sys.argv[0]).name == "lw-jax" else "python run.py"
+# The second is the module of jobs that an installed program writes.
+PROGRAM = "lw-jax" if Path(sys.argv[0]).name in ("lw-jax", "program.py") else "python run.py"
 
 
 def take_assignments(argv: Sequence[str] | None) -> tuple[dict[str, str], list[str]]:

@@ -1,6 +1,7 @@
 """lw_jax/commands/train.py: what a start writes of itself into the run's folder."""
 
 import argparse
+import subprocess
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from lw_jax.commands import loading, train
 from lw_jax.core.errors import UserError
 from tests import tiny
+from tests.commands import PROJECT
 
 
 def test_a_start_that_is_refused_or_finds_the_run_finished_changes_no_record(tmp_path):
@@ -38,3 +40,9 @@ def test_the_installed_program_records_its_own_name(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "main", lambda cfg, workdir, record: record())
     train.run(argparse.Namespace(), loading.Loaded("", cfg, tmp_path / "run", {}, {}, {}))
     assert (tmp_path / "run" / "command.txt").read_text() == "lw-jax --config configs/smoke.py\n"
+
+
+def test_a_job_of_the_installed_program_says_the_same():
+    command = [sys.executable, "-m", "lw_jax.commands.program", "show", "--keys"]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert "`lw-jax show --config FILE`" in done.stdout and "run.py" not in done.stdout
