@@ -57,7 +57,7 @@ class Duration:
     """How long a run takes."""
 
     hours: float
-    step_seconds: float
+    step_seconds: float  # 0: a run without steps, of which nothing is saved before its end
     checkpoint_seconds: float  # between two checkpoints
     basis: str = "predicted"  # one line: the source of the hours
 
@@ -102,9 +102,11 @@ def limit(run: Duration, site: Site) -> Limit:
     text = f"{run.hours:.2f} h {run.basis}, x {TIME_MARGIN} + {STARTUP_HOURS} h to start"
     if needed <= longest:
         return Limit(math.floor(min(QUARTER * math.ceil(needed * 60 / QUARTER), longest * 60)), 0, text)
+    where, remedy = f"site profile: max_hours = {longest:g}", "choose a partition with longer jobs"
+    if not run.step_seconds:
+        raise UserError(f"{where}: {text} = {needed:.2f} h, of which nothing is saved before the end; {remedy}.")
     notice, between = notice_seconds(run.step_seconds), f"{run.checkpoint_seconds / 60:.1f} min"
     useful = longest * 3600 - STARTUP_HOURS * 3600 - notice
-    where, remedy = f"site profile: max_hours = {longest:g}", "choose a partition with longer jobs"
     if useful <= 0:
         raise UserError(
             f"{where}: start-up ({STARTUP_HOURS} h) and the notice before the limit ({notice} s) leave no time to "
@@ -127,8 +129,8 @@ def limit(run: Duration, site: Site) -> Limit:
 
 
 def pace(hours: float, train: Train) -> tuple[float, float]:
-    """Returns the seconds of a step and those between two checkpoints; a run without steps is as one step."""
-    step = hours * 3600 / max(1, train.steps)
+    """Returns the seconds of a step and those between two checkpoints; 0 for a run without steps."""
+    step = hours * 3600 / train.steps if train.steps else 0.0
     return step, step * max(1, preflight.save_interval(train))
 
 

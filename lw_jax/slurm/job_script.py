@@ -100,6 +100,10 @@ def _directives(job: Job, site: Site, *, log: str) -> list[str]:
     gib = job.host_memory_bytes / 2**30
     named = [(key, getattr(site, key)) for key in ("partition", "account", "qos", "constraint")]
     options = [f"#SBATCH --{key}={value}" for key, value in named if value]
+    signal = [
+        "# Seconds before the limit at which training (the step, not this shell) gets the signal to save and stop.",
+        f"#SBATCH --signal=TERM@{cluster_profile.notice_seconds(job.step_seconds)}",
+    ]
     logs = str(job.logs)
     if not logs.isprintable() or any(mark in logs for mark in '"\\'):
         raise UserError(f"--workdir {str(job.logs.parent)!r}: SLURM cannot take this path for its log; rename it.")
@@ -115,8 +119,7 @@ def _directives(job: Job, site: Site, *, log: str) -> list[str]:
         f"#SBATCH --mem={math.ceil(gib * MEMORY_MARGIN + PROCESS_GIB)}G",
         f"# {one_line(parts)}.",
         f"#SBATCH --time={clock(minutes)}",
-        "# Seconds before the limit at which training (the step, not this shell) gets the signal to save and stop.",
-        f"#SBATCH --signal=TERM@{cluster_profile.notice_seconds(job.step_seconds)}",
+        *(signal if job.step_seconds else []),  # it would end a start, which saves nothing on the way, at each requeue
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
         f'#SBATCH --output="{logs.replace("%", "%%")}/{log}.log"',

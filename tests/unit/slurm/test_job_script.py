@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from lw_jax.core.config import Train
 from lw_jax.core.errors import UserError
-from lw_jax.slurm import job_script
+from lw_jax.slurm import cluster_profile, job_script
 from lw_jax.slurm.cluster_profile import Site
 from tests.unit.slurm.test_cluster_profile import SITE
 from tests.unit.slurm.test_job import JOB, change
@@ -45,6 +46,14 @@ def test_every_directive_of_a_described_site() -> None:
         "open-mode": "append",
         "output": "/runs/mine/logs/%x-%j.log",
     }
+
+
+def test_run_without_steps_gets_no_signal_which_would_end_it_at_every_start() -> None:
+    step, between = cluster_profile.pace(JOB.hours, Train(steps=0))
+    start = change(step_seconds=step, checkpoint_seconds=between)
+    assert "signal" not in directives(job_script.script(start, SITE))
+    with pytest.raises(UserError, match="max_hours = 4: 3.20 h .* nothing is saved"):
+        job_script.script(start, Site(max_hours=4.0))
 
 
 def test_without_a_site_only_the_portable_minimum_is_asked_and_the_script_says_what_to_fill_in() -> None:
