@@ -67,6 +67,12 @@ class Placement:
     def devices(self) -> int:
         return len({device for mesh in self.meshes for device in mesh.devices.flat})
 
+    @property
+    def kind(self) -> str:
+        """Kinds of its devices, for people; a machine may have several."""
+        devices = (device for mesh in self.meshes for device in mesh.devices.flat)
+        return " / ".join(dict.fromkeys(device.device_kind for device in devices))
+
     def on_one_device(self, *, whole: bool = False) -> "Placement":
         """Returns what one device computes: all components on one, of a model over the model axis its part.
 
@@ -84,12 +90,11 @@ class Placement:
         available = jax.device_count()
         idle = available - self.devices
         unused = f"; {idle} of {available} devices stay unused" if idle else ""
-        kind = self.learner.devices.flat[0].device_kind
         if not self.on_several_meshes:
-            return f"placement {self.strategy}: {_sizes(self.learner)} on {self.devices} {kind}{unused}"
+            return f"placement {self.strategy}: {_sizes(self.learner)} on {self.devices} {self.kind}{unused}"
         lines = [f"trainable parameters {_where(self.learner)}"]
         lines += [f"{name} {_where(component.mesh)}" for name, component in self.readers.items()]
-        return f"placement {self.strategy}: {', '.join(lines)} on {self.devices} {kind}{unused}"
+        return f"placement {self.strategy}: {', '.join(lines)} on {self.devices} {self.kind}{unused}"
 
 
 def one_mesh(mesh: Mesh, readers: Sequence[str], *, table: str = "replicate") -> Placement:

@@ -106,7 +106,7 @@ def _train(cfg: Config, workdir: Path, services: sinks.Services | None, record: 
     def begin(step: int) -> None:  # a start that is refused, or finds the run finished, changes no record of it
         if first:
             record()
-            card = gpus.of_device(jax.local_devices()[0])
+            card = gpus.of_all_devices()
             hardware_record.write(workdir, cfg, placement, card=card.name if card else "", step=step)
 
     identity = recipes.identity(recipe, cfg)

@@ -67,12 +67,13 @@ def describe() -> str:
     The kind is for people; nothing depends on a name.
     """
     device, memory, count = jax.local_devices()[0], device_memory(), jax.device_count()
+    kinds = dict.fromkeys(each.device_kind for each in jax.devices())
     if device.platform == "cpu":
         name = precision.describe_processor()
         parts = [f"{count} virtual devices on a {name}" if count > 1 else name]
     else:
-        parts = [f"{count} x {device.device_kind}"]
-    parts += [f"{memory / 1e9:.1f} GB each"] if memory else []
+        parts = [f"{count} x {' / '.join(kinds)}"]
+    parts += [f"{memory / 1e9:.1f} GB each{' or more' * (len(kinds) > 1)}"] if memory else []
     capability = getattr(device, "compute_capability", None)
     parts += [f"compute capability {capability}"] if capability else []
     if jax.process_count() > 1:

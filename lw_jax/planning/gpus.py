@@ -359,6 +359,13 @@ def of_device(device: Any) -> Card | None:
     return nearest if abs(nearest.memory_bytes / memory - 1) < MEMORY_TOLERANCE else None
 
 
+def of_all_devices() -> Card | None:
+    """Returns the card that all devices of the run are; None where it is unknown, or they are not all of one kind."""
+    if len({device.device_kind for device in jax.devices()}) > 1:
+        return None
+    return of_device(jax.local_devices()[0])  # of another process's JAX refuses to say the memory
+
+
 def _cuda() -> int:
     return next((v for v in (12, 13) if _is_installed(f"jax-cuda{v}-plugin")), 12)
 

@@ -76,7 +76,7 @@ def find(cfg: Config, target: str, *, estimate: bool = False) -> Hardware:
 
 def here(cfg: Config) -> Hardware:
     devices, hosts = jax.devices(), jax.process_count()
-    card = gpus.of_device(jax.local_devices()[0])  # of another process's JAX refuses to say the memory
+    card = gpus.of_all_devices()
     return Hardware(devices, memory_limit.local(cfg), Target(card, len(devices) // hosts, hosts) if card else None)
 
 

@@ -40,9 +40,8 @@ def read(workdir: Path) -> HardwareRecord:
 
 def write(workdir: Path, cfg: Config, placement: Placement, *, card: str, step: int) -> None:
     """Records the devices of a run that goes on behind `step`. On other devices it is measured from there on."""
-    kind = placement.learner.devices.flat[0].device_kind
     hosts, strategy = jax.process_count(), placement.strategy
-    record = HardwareRecord(kind, card, placement.devices, hosts, strategy, cfg.compute.remat)
+    record = HardwareRecord(placement.kind, card, placement.devices, hosts, strategy, cfg.compute.remat)
     if (workdir / FILE).exists() and msgspec.structs.replace(read(workdir), since_step=0, since_time=0.0) == record:
         return
     if step:

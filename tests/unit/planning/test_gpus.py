@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from lw_jax.core import runtime
 from lw_jax.core.errors import UserError
 from lw_jax.planning import gpus
 from tests import commands
@@ -98,12 +99,11 @@ def test_precision_is_what_the_card_multiplies_in(asked, capability, told):
     assert gpus.describe_precision(asked, capability).startswith(told)
 
 
-def live(capability: str, cores: int, limit: float | None):
+def live(capability: str, cores: int, limit: float | None, kind: str = "NVIDIA V100"):
     """A device as CUDA's runtime reports it, under a name that says another card."""
     stats = None if limit is None else {"bytes_limit": int(limit)}
-    return SimpleNamespace(
-        compute_capability=capability, core_count=cores, device_kind="NVIDIA V100", memory_stats=lambda: stats
-    )
+    words = {"platform": "gpu", "device_kind": kind, "memory_stats": lambda: stats}
+    return SimpleNamespace(compute_capability=capability, core_count=cores, **words)
 
 
 @pytest.mark.parametrize("name", list(gpus.CARDS))
@@ -123,6 +123,20 @@ def test_device_that_is_no_known_card_is_none(monkeypatch):
     assert gpus.of_device(live("8.0", 108, None)) is None  # either A100: memory would decide
     assert gpus.of_device(live("10.0", 148, None)) == gpus.CARDS["b200"]
     assert gpus.of_device(jax.devices("cpu")[0]) is None
+
+
+def test_devices_of_two_kinds_are_no_card_and_both_are_named(monkeypatch):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "1")
+    large, small = live("8.0", 108, 85.1e9, "A100 80GB"), live("8.0", 108, 42.3e9, "A100 40GB")
+    for devices, card, told in (
+        ([large, large], gpus.CARDS["a100_80"], "2 x A100 80GB, 85.1 GB each, "),
+        ([large, small], None, "2 x A100 80GB / A100 40GB, 42.3 GB each or more, "),
+    ):
+        for name in ("devices", "local_devices"):
+            monkeypatch.setattr(jax, name, lambda devices=devices: devices)
+        monkeypatch.setattr(jax, "device_count", lambda: 2)
+        assert gpus.of_all_devices() == card
+        assert runtime.describe().startswith(told)
 
 
 def test_absent_plugin_is_named_with_the_command(monkeypatch):
