@@ -48,9 +48,9 @@ def _cells(device: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str])
             continue
         values = [row[name] * scale for row in sampled]
         line += [f"{mean_of(sampled, name) * scale:,.1f}", f"{min(values):,.1f} .. {max(values):,.1f}"]
-    peak, limit = _peak(rows)
-    share = f"{100 * peak / limit:.0f}" if peak is not None and limit else "unknown"
-    return [*line, "unknown" if peak is None else f"{peak / 1e9:,.1f}", share]
+    peak, share = max((row["peak_bytes"] for row in rows if "peak_bytes" in row), default=None), _share(rows)
+    cells = "unknown" if peak is None else f"{peak / 1e9:,.1f}", "unknown" if share is None else f"{100 * share:.0f}"
+    return [*line, *cells]
 
 
 def findings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -59,8 +59,7 @@ def findings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     used = {device: [row for row in group if "utilisation" in row] for device, group in groups.items()}
     use = {device: mean_of(group, "utilisation") for device, group in used.items() if group}
-    shares = {device: _peak(group) for device, group in groups.items()}
-    memory = {device: peak / limit for device, (peak, limit) in shares.items() if peak and limit}
+    memory = {device: share for device, group in groups.items() if (share := _share(group))}
     return [
         *_under_used(use, memory),
         *_unbalanced("mean utilisation", use),
@@ -101,8 +100,7 @@ def _hot(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
             yield f"hot: {device} spent {spent} above {HOT_CELSIUS} °C under load (at most {most:.0f} °C)"
 
 
-def _peak(rows: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
-    peak, limit = (
-        max((row[name] for row in rows if name in row), default=None) for name in ("peak_bytes", "limit_bytes")
-    )
-    return peak, limit
+def _share(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Returns the largest share of its limit that a device held; a run may go on under another limit."""
+    known = (row for row in rows if row.get("limit_bytes") and "peak_bytes" in row)
+    return max((row["peak_bytes"] / row["limit_bytes"] for row in known), default=None)

@@ -290,6 +290,10 @@ def device_rows(*devices: tuple[float, int | None, int], samples: int = 10) -> l
         (device_rows((0.92, 70, 55), (0.80, 75, 55)), []),
         (device_rows((0.41, 31, 55)), [r"under-used: gpu0 \(41%\).*train.micro_batch"]),
         (device_rows((0.41, 72, 55)), [r"under-used: gpu0 \(41%\).*checkpoints"]),
+        (  # it went on on a larger card
+            [*device_rows((0.41, 72, 55)), device_rows((0.41, 72, 55))[0] | {"limit_bytes": 200}],
+            [r"under-used: gpu0 \(41%\).*checkpoints"],
+        ),
         (device_rows((0.55, 60, 55), (0.41, None, 55)), [r"under-used: gpu1 \(41%\)"]),
         (device_rows((0.75, 60, 55), (0.93, 60, 55), (0.7, 60, 55)), ["unbalanced: .*gpu2 70%, gpu1 93%"]),
         (device_rows((0.9, 52, 55), (0.9, 90, 55)), ["unbalanced: .*gpu0 52%, gpu1 90%"]),
