@@ -17,7 +17,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -27,6 +27,9 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError, leave
 from lw_jax.core.files import write_whole
 from lw_jax.report import scaling as report
+
+if TYPE_CHECKING:
+    from lw_jax.planning.gpus import Target  # imports JAX
 
 FILE = "scaling.json"
 SHARES = 8  # of the global batch: what one device of a whole node takes, and what weak scaling gives each
@@ -54,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, assignments, rest = common.parser(__doc__, argv)
     parser.add_argument("--workdir", required=True, metavar="DIR", help="the folder of scaling.json")
     kinds = parser.add_mutually_exclusive_group(required=True)
-    kinds.add_argument("--planned", metavar="GPUS", help="up to so many, as h100x8")
+    kinds.add_argument("--planned", metavar="GPUS", help="up to so many, as h100x8 or 2xh100x4")
     kinds.add_argument("--measured", action="store_true", help="on this machine's devices")
     parser.add_argument("--estimate", action="store_true", help="planned by arithmetic, nothing is compiled")
     parser.add_argument("--lengths", type=common.numbers, default=LENGTHS, metavar="N,N", help="default: 128,512,1024")
@@ -71,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         cfg, target = common.load(args.config, assignments), gpus.parse(args.planned)
         wanted = points(outline(cfg), target.devices, args.lengths)
-        find = functools.partial(plan, cfg, target.card.name, estimate=args.estimate)
+        find = functools.partial(plan, cfg, target, estimate=args.estimate)
     else:
         spec = {"config": args.config, "assignments": assignments}
         machine = common.apart("scaling.here", **spec)
@@ -161,12 +164,19 @@ def _make(cfg: Config) -> Any:
     return recipes.outline(config.with_remat(cfg, "none"))
 
 
-def plan(cfg: Config, card: str, point: Point, *, estimate: bool = False) -> Row:
-    """Returns the row of one point on absent cards; without figures where nothing fits."""
+def plan(cfg: Config, target: "Target", point: Point, *, estimate: bool = False) -> Row:
+    """Returns the row of one point on a part of a node of the target, or on whole nodes; no figures if nothing fits.
+
+    Raises UserError for devices that are no whole nodes.
+    """
     from lw_jax.planning import planner
 
-    own = at(cfg, point)
-    found = planner.make(own, f"{card}x{point.devices}", estimate=estimate)
+    own, count = at(cfg, point), min(point.devices, target.per_host)
+    if point.devices % count:
+        raise UserError(f"--planned {target.name}: {point.devices} devices are no whole nodes of {count}")
+    part = dataclasses.replace(target, per_host=count, hosts=point.devices // count)
+    found = planner.make(own, part.name, estimate=estimate)
+    card = target.card.name + (f", {target.per_host} a node" if target.hosts > 1 else "")
     if (best := found.chosen) is None:
         return _row(own, point, "planned", card, obstacle=found.why)
     names = ("micro_batch", "accumulation", "remat", "optimizer_bytes", "activation_bytes", "peak_bytes")

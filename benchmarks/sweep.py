@@ -36,12 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="measured steps of a point (default: 5)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     args = parser.parse_args(rest)
-    card = ""
+    target = None
     if args.target:
         environment.prepare_compiler(everywhere=True)
         from lw_jax.planning import gpus
 
-        card = gpus.parse(args.target).card.name
+        target = gpus.parse(args.target)
     rows = []
     for slots in args.slots:
         values = {"mesh.placement": "single", "compute.remat": "none"} | assignments | {"encoder.slots": str(slots)}
@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             common.say(f"{slots} slots, batch {batch}")
             point = scaling.Point("batch", 1, 1, batch, batch)
             found = (
-                scaling.plan(common.load(args.config, values), card, point)
-                if card
+                scaling.plan(common.load(args.config, values), target, point)
+                if target
                 else scaling.ask(point, config=args.config, assignments=values, steps=args.repeats)
             )
             rows.append({"slots": slots, "batch": batch, "samples_per_second": found["examples_per_second"], **found})

@@ -7,6 +7,9 @@ import pytest
 from benchmarks import common, scaling
 from benchmarks.scaling import Point
 from lw_jax.core import environment
+from lw_jax.core.errors import UserError
+from lw_jax.planning import gpus
+from lw_jax.report import scaling as report
 
 LENGTH, BATCH = 32, 16
 SIZES = {"layers": "1", "width": "24", "heads": "3", "ffn": "40", "length": str(LENGTH)}
@@ -23,6 +26,17 @@ def test_weak_keeps_a_devices_batch_strong_the_whole_one_and_length_the_tokens()
         *(Point("length", 4, 16, 120), Point("length", 4, 96, 20)),
     ]
     assert {point.scaling for point in scaling.points(told | {"unit": "examples"}, 6, (16,))} == {"weak", "strong"}
+
+
+def test_planned_nodes_are_those_of_the_target():
+    cfg, point = common.load("configs/ttt/ttt_smoke.py", CHANGES), Point("weak", 8, LENGTH, BATCH)
+    one, two = (scaling.plan(cfg, gpus.parse(word), point, estimate=True) for word in ("h100x8", "2xh100x4"))
+    assert (one["target"], two["target"]) == ("h100", "h100, 4 a node")
+    assert two["step_seconds"] > one["step_seconds"], "the network is slower than NVLink"
+    alone = scaling.plan(cfg, gpus.parse("2xh100x4"), Point("weak", 1, LENGTH, BATCH // 8), estimate=True)
+    assert report.efficiency(two | {"config": ""}, [alone | {"config": ""}]) is not None
+    with pytest.raises(UserError, match="whole nodes of 6"):
+        scaling.plan(cfg, gpus.parse("2xh100x6"), point, estimate=True)
 
 
 @pytest.mark.slow
