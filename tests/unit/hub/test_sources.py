@@ -147,8 +147,10 @@ def test_package_source_that_cannot_serve_is_told(shelf, source, named):
 
 
 def test_hash_of_a_local_file_is_remembered_until_it_changes(registry, tmp_path, monkeypatch):
-    file = tmp_path / "m.gguf"
-    file.write_bytes(BODY)
+    file, other = tmp_path / "m.gguf", tmp_path / "other.gguf"
+    for path, body in ((file, BODY), (other, BODY[::-1])):
+        path.write_bytes(body)
+        os.utime(path, ns=(1, 1))  # as an image's or an archive's files are
     assert sources.locate(str(file), sha256=SHA.upper()) == file
     with monkeypatch.context() as context:
         context.setattr(sources.hashlib, "file_digest", lambda *_: pytest.fail("read again"))
@@ -157,8 +159,7 @@ def test_hash_of_a_local_file_is_remembered_until_it_changes(registry, tmp_path,
     for damaged in (b"{", note.read_bytes().replace(SHA.encode(), b"x")):
         note.write_bytes(damaged)
         assert sources.locate(str(file), sha256=SHA) == file  # hashed again
-    file.write_bytes(BODY[::-1])
-    os.utime(file, ns=(1, 1))
+    other.replace(file)
     with pytest.raises(UserError, match=f"asks for {SHA}"):
         sources.locate(str(file), sha256=SHA)
 
