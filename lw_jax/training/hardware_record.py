@@ -42,9 +42,10 @@ def write(workdir: Path, cfg: Config, placement: Placement, *, card: str, step: 
     """Records the devices of a run that goes on behind `step`. On other devices it is measured from there on."""
     hosts, strategy = jax.process_count(), placement.strategy
     record = HardwareRecord(placement.kind, card, placement.devices, hosts, strategy, cfg.compute.remat)
-    if (workdir / FILE).exists() and msgspec.structs.replace(read(workdir), since_step=0, since_time=0.0) == record:
+    began = (workdir / FILE).exists()  # maybe to end before its first checkpoint: its devices.jsonl is there
+    if began and msgspec.structs.replace(read(workdir), since_step=0, since_time=0.0) == record:
         return
-    if step:
+    if began or step:
         record = msgspec.structs.replace(record, since_step=step, since_time=time.time())
     workdir.mkdir(parents=True, exist_ok=True)
     write_whole(workdir / FILE, json.dumps(msgspec.structs.asdict(record), indent=2) + "\n")

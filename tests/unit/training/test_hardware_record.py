@@ -27,3 +27,9 @@ def test_resumed_run_keeps_its_record_and_begins_anew_on_other_devices(tmp_path)
     found = write(tmp_path, data=5, step=70)
     assert (found["since_step"], found["devices"]) == (70, 5) and found["since_time"] > 0
     assert write(tmp_path, data=5, step=90) == found
+
+
+def test_run_that_begins_again_elsewhere_before_its_first_checkpoint_is_measured_from_there_on(tmp_path) -> None:
+    assert write(tmp_path, data=1, step=0)["since_time"] == 0
+    found = write(tmp_path, data=5, step=0)
+    assert found["since_step"] == 0 and found["since_time"] > 0
