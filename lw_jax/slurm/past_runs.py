@@ -4,8 +4,11 @@ import dataclasses
 import math
 import re
 import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from lw_jax.core import config
 from lw_jax.core.config import Config, diff, meaning, shape
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import expand
@@ -28,7 +31,7 @@ class Record:
 
     workdir: Path
     hardware: HardwareRecord
-    step_seconds: float  # median of the logged laps
+    step_seconds: float  # mean of the job's steps, of each stage the median of the logged laps
     peak_bytes: float | None  # of the fullest device; None where the runtime reported none
     differences: tuple[str, ...]  # from the job's configuration
 
@@ -62,11 +65,12 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
     _check_machine(workdir, hardware, plan)
     log = workdir / "metrics.jsonl"
     rows = [row for row in read_metrics(log) if row["step"] > hardware.since_step] if log.exists() else []
-    laps = [row.get("train/seconds_per_step") for row in rows]
-    seconds = [lap for lap in laps if isinstance(lap, (int, float)) and math.isfinite(lap) and lap > 0]
-    if not seconds:
+    seconds = _seconds_by_stage(rows, old)
+    stages = {name: steps for name, _, steps in config.stages(cfg)}
+    if missing := [name for name in stages if not seconds.get(name)]:
         rule = f"they are logged every train.log_every = {old.train.log_every} steps: let that run train longer"
-        raise UserError(f"--measured {workdir}: no seconds a step in {log.name}; {rule}, or leave the flag out.")
+        what = f"no seconds a step of stage {missing[0]!r} in {log.name}"
+        raise UserError(f"--measured {workdir}: {what}; {rule}, or leave the flag out.")
     devices = read_devices(workdir)
     peaks = [row["peak_bytes"] for row in devices if row.get("time", 0) >= hardware.since_time and "peak_bytes" in row]
     changes = [line for line in diff(meaning(old), meaning(cfg)) if not line.startswith("train.steps:")]
@@ -75,10 +79,20 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
     return Record(
         workdir=workdir,
         hardware=hardware,
-        step_seconds=statistics.median(seconds),
+        step_seconds=sum(steps * statistics.median(seconds[name]) for name, steps in stages.items()) / cfg.train.steps,
         peak_bytes=max(peaks, default=None),
         differences=(*_placed_otherwise(hardware, plan.chosen), *changes),
     )
+
+
+def _seconds_by_stage(rows: Sequence[Mapping[str, Any]], cfg: Config) -> dict[str, list[float]]:
+    """Returns the logged laps of each stage of a run: a step of passages takes other seconds than one of questions."""
+    seconds, last = {}, 0
+    for name, _, steps in config.stages(cfg):
+        first, last = last, last + steps
+        laps = [row.get("train/seconds_per_step") for row in rows if first < row["step"] <= last]
+        seconds[name] = [lap for lap in laps if isinstance(lap, (int, float)) and math.isfinite(lap) and lap > 0]
+    return seconds
 
 
 def _check_run(workdir: Path, old: Config, cfg: Config) -> None:

@@ -68,6 +68,15 @@ def test_time_is_the_median_of_the_laps_and_memory_the_most_of_any_device(folder
     assert found.describe_differences() == []  # of a shorter run
 
 
+def test_each_stage_counts_with_its_own_pace(tmp_path) -> None:
+    staged = resolve(**{"train.steps": 50, "stages.pretrain.share": 0.6, "data.passages": "p.txt"})
+    laps = (2.0, 2.0, 2.0, 7.0, 7.0)
+    found = past_runs.read(write(tmp_path / "staged", staged, laps=laps), staged, PLAN)
+    assert found.step_seconds == pytest.approx(0.6 * 2.0 + 0.4 * 7.0)
+    with pytest.raises(UserError, match="no seconds a step of stage 'answer'"):
+        past_runs.read(write(tmp_path / "begun", staged, laps=laps[:3]), staged, PLAN)
+
+
 def test_what_was_logged_before_the_run_moved_to_these_devices_does_not_count(tmp_path) -> None:
     moved = write(tmp_path / "moved", resolve(), since_step=30, since_time=100.5)
     found = past_runs.read(moved, resolve(), PLAN)
