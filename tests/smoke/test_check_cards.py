@@ -2,11 +2,15 @@
 
 import re
 
+import jax
 import pytest
 
 pytest.importorskip("matplotlib", reason="matplotlib is absent: pip install -r requirements-dev.txt")
 
+from benchmarks import common
 from examples import check_cards, elastic_demo
+from lw_jax import recipes
+from sharding import placement
 from tests import tiny
 
 SMALL = {
@@ -30,6 +34,15 @@ def test_placements_are_those_that_so_many_devices_allow():
     assert list(check_cards.placements(2)) == ["single", "replicate", "fsdp", "split", "tensor"]
     assert list(check_cards.placements(3)) == ["single", "replicate", "fsdp", "split", "hybrid3"]
     assert {"tensor", "hybrid3", "hybrid4"} < set(check_cards.placements(8))
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_no_placement_is_refused_on_so_many_devices(count):
+    cfg = common.load("configs/smoke.py", {"compute.remat": "none"})
+    for placed in check_cards.placements(count).values():
+        where = {"data": placed.data, "model": placed.model, "devices": jax.devices()[:count]}
+        found = placement.place(placed.strategy, recipes.reader_bytes(cfg), **where)
+        assert found.devices == placed.devices and recipes.make(cfg, found, outline=True).placed().frozen
 
 
 @pytest.mark.parametrize(("shift", "apart", "code"), [(0.9e-4, 0.0, 0), (1.1e-4, 0.0, 1), (0.0, 1.1e-4, 1)])
