@@ -191,7 +191,7 @@ def measure(config: str, assignments: Mapping[str, str], point: Row, steps: int)
     import jax
 
     from lw_jax.benchmarking.measurement import Measured
-    from lw_jax.planning import gpus, planner
+    from lw_jax.planning import gpus, planner, roofline
     from sharding.errors import PlacementError
 
     place, device = Point(**point), jax.devices()[0]
@@ -208,7 +208,8 @@ def measure(config: str, assignments: Mapping[str, str], point: Row, steps: int)
     figures |= {"activation_bytes": needs.activations, "peak_bytes": told.peak_bytes, "peak_from": told.peak_from}
     figures |= {"step_seconds_least": seconds.least, "step_seconds_most": seconds.most, "steps": steps}
     if card:
-        figures["mfu"] = told.flops / (seconds.median * place.devices * card.peak["bf16"])
+        peak = card.peak[roofline.ARITHMETIC[found.ceilings.dtype]]
+        figures["mfu"] = told.flops / (seconds.median * place.devices * peak)
     return _row(own, place, "measured", device.device_kind, seconds.median, of_matmul=told.of_matmul, **figures)
 
 

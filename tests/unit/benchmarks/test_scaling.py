@@ -1,11 +1,13 @@
 """benchmarks/scaling.py plans and measures steps over devices and lengths; here small, on virtual CPU devices."""
 
+import dataclasses
 import json
 
 import pytest
 
 from benchmarks import common, scaling
 from benchmarks.scaling import Point
+from lw_jax.benchmarking import timing
 from lw_jax.core import environment
 from lw_jax.core.errors import UserError
 from lw_jax.planning import gpus
@@ -37,6 +39,17 @@ def test_planned_nodes_are_those_of_the_target():
     assert report.efficiency(two | {"config": ""}, [alone | {"config": ""}]) is not None
     with pytest.raises(UserError, match="whole nodes of 6"):
         scaling.plan(cfg, gpus.parse("2xh100x6"), point, estimate=True)
+
+
+@pytest.mark.parametrize(("dtype", "peak"), [("fp32", "tf32"), ("bf16", "bf16")])
+def test_mfu_is_of_the_peak_of_the_runs_own_arithmetic(dtype, peak, monkeypatch):
+    monkeypatch.setattr(gpus, "of_device", lambda device: gpus.CARDS["h100"])
+    monkeypatch.setattr(timing, "ceilings", lambda name: timing.Ceilings(name, 1e12, 1e12))
+    point = dataclasses.asdict(Point("batch", 1, LENGTH, 2, 2))
+    words = CHANGES | {"compute.dtype": dtype, "mesh.placement": "single", "compute.remat": "none"}
+    row = scaling.measure("configs/ttt/ttt_smoke.py", words, point, steps=1)
+    reached = row["of_matmul"] * 1e12 / gpus.CARDS["h100"].peak[peak]
+    assert row["mfu"] == pytest.approx(reached)
 
 
 @pytest.mark.slow
