@@ -158,7 +158,7 @@ def _cells(figures: Mapping[str, Any], name: str, column: Column) -> list[str]:
 
 def counts(numbers: Mapping[str, int]) -> str:
     reasons = [f"{count} {REASONS[name]}" for name, count in numbers.items() if count and name in REASONS]
-    return "; ".join([f"{numbers.get('kept', 0)} of {numbers.get('given', 0)} used", *reasons])
+    return "; ".join([f"{numbers.get('kept', 0)} of {numbers.get('given', 0)} can be used", *reasons])
 
 
 def agreement(figures: Mapping[str, Any]) -> str:

@@ -114,6 +114,8 @@ def test_control_table_shows_what_was_measured(page: Reader) -> None:
     assert cells[start + 13] == "23"
     assert {"91.3", "87.2", "31.0", "1.234", "1.134 .. 1.334", "4.250"} <= set(cells)
     assert {"the text, brotli", "89", "76", "message of 5 x 7 x 2", "32", "27"} <= set(cells)
+    # Of which an evaluation takes eval.examples: the table says how many.
+    assert "Validation examples: 23 of 29 can be used; 4 dropped" in page.text("p")
 
 
 def test_verdict_says_positions_speed_and_the_f1_of_message_and_controls(tmp_path: Path) -> None:
