@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 
@@ -20,6 +21,14 @@ def test_resumed_run_drops_what_it_will_do_again(tmp_path):
     write(path, range(1, 8))
     assert write(path, [5, 6], resumed_step=4) == [1, 2, 3, 4, 5, 6]
     assert write(path, [1]) == [1], "a new run begins anew"
+
+
+def test_log_of_a_finished_run_that_is_started_again_keeps_the_time_of_its_last_row(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2, 3])
+    os.utime(path, (7, 7))
+    metrics.MetricsLog(path, resumed_step=3)
+    assert path.stat().st_mtime == 7
 
 
 def test_last_line_cut_by_a_crash_is_left_out_and_written_over(tmp_path):
