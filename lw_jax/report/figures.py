@@ -140,7 +140,7 @@ def draw_rows(readers: Mapping[str, Mapping[str, Any]], curve: Curve | None) -> 
     figure = Figure(figsize=(10, 0.8 + 3.2 * len(readers)), layout="constrained")
     panels = figure.subplots(len(readers), 2, squeeze=False, sharex="row")
     names = list(dict.fromkeys(row for rows in readers.values() for row in rows))
-    colours = {row: COLOURS[number % len(COLOURS)] for number, row in enumerate(names)}
+    colours = _colours(names)
     for pair, (reader, rows) in zip(panels, readers.items(), strict=True):
         for panel, quality in zip(pair, ("f1", "nll"), strict=True):
             for row, result in rows.items():
@@ -214,7 +214,7 @@ def draw_curve(curve: Curve) -> Figure:
 
 def _draw_reader(panel: Axes, curve: Curve, reader: str) -> None:
     points: list[Any] = [point for point in curve.points if point["reader"] == reader]
-    for channel, colour in _colours(curve).items():
+    for channel, colour in _channel_colours(curve).items():
         line = sorted((p for p in points if _channel(p) == channel), key=lambda p: p["framed_bytes"])
         x, y = [p["framed_bytes"] for p in line], [p[curve.quality] for p in line]
         panel.plot(x, y, color=colour, linewidth=1.5, zorder=3, label=channel)
@@ -256,7 +256,7 @@ def _name_codings(panel: Axes, text_bytes: dict[str, float]) -> None:
 
 
 def _draw_legend(figure: Figure, curve: Curve) -> None:
-    lines = [Line2D([], [], color=colour, label=channel) for channel, colour in _colours(curve).items()]
+    lines = [Line2D([], [], color=colour, label=channel) for channel, colour in _channel_colours(curve).items()]
     shown = sorted({point["bits"] for point in curve.points}, reverse=True)
     marks = [
         Line2D([], [], color="black", marker=MARKERS[bits], linestyle="", label=f"{bits} bits a value")
@@ -270,8 +270,12 @@ def _channel(point: Mapping[str, Any]) -> str:
     return f"{slots} x {point['width']}"
 
 
-def _colours(curve: Curve) -> dict[str, Any]:
-    channels = list(dict.fromkeys(_channel(point) for point in curve.points))
-    if len(channels) <= len(COLOURS):
-        return dict(zip(channels, COLOURS, strict=False))
-    return dict(zip(channels, matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(channels))), strict=True))
+def _channel_colours(curve: Curve) -> dict[str, Any]:
+    return _colours(list(dict.fromkeys(_channel(point) for point in curve.points)))
+
+
+def _colours(names: Sequence[str]) -> dict[str, Any]:
+    """Returns a colour of its own for each name."""
+    if len(names) <= len(COLOURS):
+        return dict(zip(names, COLOURS, strict=False))
+    return dict(zip(names, matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(names))), strict=True))

@@ -1,5 +1,8 @@
 """Figures of a report, from plain values: lw_jax/report/figures.py."""
 
+from matplotlib.colors import to_hex
+
+from lw_jax.core import eval_rows
 from lw_jax.evals.results import Curve
 from lw_jax.report import figures
 from tests import runs
@@ -11,3 +14,10 @@ def test_the_legend_names_what_any_panel_shows():
     rows = {"llama": {"text": runs.figures(0.5)}, "qwen": {"latents": runs.figures(0.25), "text": runs.figures(0.5)}}
     (legend,) = figures.draw_rows(rows, Curve(**told | {"points": points})).legends
     assert [text.get_text() for text in legend.get_texts()] == ["text", "latents", "messages by slots"]
+
+
+def test_each_row_has_a_colour_of_its_own():
+    rows = {row: runs.figures(0.5) for row, kind in eval_rows.ROWS.items() if not (kind.swapped or kind.ratio)}
+    (legend,) = figures.draw_rows({"llama": rows}, None).legends
+    colours = {to_hex(handle.get_color()[0]) for handle in legend.legend_handles}
+    assert len(colours) == len(rows) > len(figures.COLOURS)
