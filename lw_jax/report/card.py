@@ -283,8 +283,10 @@ def _place(model: Model) -> str:
 def _made(run: Run, wire: WireFolder) -> str:
     cfg = run.cfg
     versions = f"LatentWire JAX {wire.made_by}, seed {cfg.seed}"
-    device = run.hardware.get("card") or run.hardware.get("kind")
+    device, since = run.hardware.get("card") or run.hardware.get("kind"), run.hardware.get("since_step", 0)
     where = f", on {run.hardware.get('devices', 0)} x {device}" if device else ""
+    if since:  # on which devices the steps before were taken is not known
+        where = f", behind step {since:,}{where[1:]}" if since < wire.step else ""
     samples = wire.step * cfg.train.global_batch
     if _is_cache(run):
         trained = f" Then trained for {wire.step:,} steps, {samples:,} samples." if wire.step else ""

@@ -26,11 +26,14 @@ def describe(source, local=False):
     )
 
 
-def render(folder, *, sources=SOURCES, local=(), step=STEP, published=(), measured="", positions=12.5, **changes):
+def render(
+    folder, *, sources=SOURCES, local=(), step=STEP, published=(), measured="", positions=12.5, since=0, **changes
+):
     """The card of a run that reads these sources."""
     changes = {"data__train": f"hub:{SQUAD}@main", "data__validation": f"hub:{SQUAD}@main"} | changes
     at = runs.write_run(folder, **changes)
-    (at / "hardware.json").write_text(json.dumps({"kind": "gpu", "card": "NVIDIA Sort", "devices": 3}), "utf-8")
+    hardware = {"kind": "gpu", "card": "NVIDIA Sort", "devices": 3, "since_step": since}
+    (at / "hardware.json").write_text(json.dumps(hardware), "utf-8")
     found = runs.evaluation() | {"validation": measured or changes["data__validation"]}
     found["rows"]["llama"]["latents"] |= {"positions": positions}
     (at / "eval.json").write_text(json.dumps(found), "utf-8")
@@ -72,6 +75,14 @@ def test_metadata_is_what_the_hub_reads(tmp_path):
     assert scores == [(kind, f"{word} of reader {reader}") for reader in ("llama", "qwen")
                       for kind, word in (("exact_match", "EM"), ("f1", "F1"))]  # fmt: skip
     assert all(0 <= one["value"] <= 1 for one in result["metrics"])
+
+
+@pytest.mark.parametrize(
+    ("since", "told"),
+    [(0, "seed 0, on 3 x NVIDIA Sort."), (30, "seed 0, behind step 30 on 3 x NVIDIA Sort."), (STEP, "seed 0.")],
+)
+def test_devices_are_those_of_the_steps_that_they_took(since, told, tmp_path):
+    assert told in " ".join(render(tmp_path, since=since).text.split())
 
 
 @pytest.mark.parametrize(
