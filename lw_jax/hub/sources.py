@@ -146,9 +146,10 @@ def file_hash(path: Path, *, keep: bool = True) -> str:
         if re.fullmatch("[0-9a-f]{64}", noted := note.read_text("ascii", errors="replace")):
             return noted
     _, digest = measure(path)
-    if keep:
-        make_cache(note.parent)
-        write_whole(note, digest)
+    with contextlib.suppress(OSError):  # a cache that is another user's: the file is hashed at each start
+        if keep:
+            note.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(note, digest)
     return digest
 
 

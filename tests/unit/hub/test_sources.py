@@ -1,3 +1,4 @@
+import errno
 import fnmatch
 import hashlib
 import json
@@ -162,6 +163,15 @@ def test_hash_of_a_local_file_is_remembered_until_it_changes(registry, tmp_path,
     other.replace(file)
     with pytest.raises(UserError, match=f"asks for {SHA}"):
         sources.locate(str(file), sha256=SHA)
+
+
+def test_cache_that_takes_no_note_is_no_obstacle(registry, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    (tmp_path / "m.gguf").write_bytes(BODY)
+    monkeypatch.setattr(sources, "write_whole", refuse)
+    assert sources.locate(str(tmp_path / "m.gguf"), sha256=SHA) == tmp_path / "m.gguf"
 
 
 def test_hash_of_a_folder_is_of_its_one_weight_file(registry, tmp_path):
