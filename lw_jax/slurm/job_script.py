@@ -20,12 +20,12 @@ MEMORY_MARGIN = 1.25
 PROCESS_GIB = 8  # Python, JAX, CUDA and its pinned buffers
 WRITER = "# Written by LatentWire JAX"
 KILLED = (137, 143, 253)  # codes of srun for a task that was ended from outside, see `dead_task`
-RESTARTS = 10  # of a job; from this one on a killed task is a failure, not an accident
+RESTARTS = 10  # of a job beside those at its limit; from this one on a killed task is a failure, not an accident
 
 
 def script(job: Job, site: Site) -> str:
     lines = [*head(job, site), "code=0", f"{start(job, site)} || code=$?"]
-    return "\n".join([*lines, *dead_task(job), *tail('"$SLURM_JOB_ID"')]) + "\n"
+    return "\n".join([*lines, *dead_task(job, site), *tail('"$SLURM_JOB_ID"')]) + "\n"
 
 
 def head(job: Job, site: Site, *, extra: Sequence[str] = (), log: str = "%x-%j") -> list[str]:
@@ -67,19 +67,21 @@ def start(job: Job, site: Site) -> str:
     return f"{shlex.join(words)} \\\n        {shlex.join(job.command)}"
 
 
-def dead_task(job: Job) -> list[str]:
+def dead_task(job: Job, site: Site) -> list[str]:
     """Returns the lines that requeue a job of several tasks after one was killed, up to RESTARTS times.
+
+    SLURM counts the requeues at the time limit too: those that are planned are added.
 
     A lost node gives srun no code: the others end with REQUEUE. Above 128 are also a task's own faults, as an abort
     (134): they would come back at every start.
     """
     if job.nodes < 2:
         return []
-    killed = " || ".join(f'[ "$code" -eq {code} ]' for code in KILLED)
+    killed, most = " || ".join(f'[ "$code" -eq {code} ]' for code in KILLED), RESTARTS + limit(job, site).requeues
     return [
         f"# srun returns its tasks' highest code, that of a killed one while the others ended with {REQUEUE}:",
         "# SIGKILL, SIGTERM, and what srun makes of a task that SLURM killed for its memory.",
-        f'if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {RESTARTS} ] && {{ {killed}; }}; then code={REQUEUE}; fi',
+        f'if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {most} ] && {{ {killed}; }}; then code={REQUEUE}; fi',
     ]
 
 
@@ -182,7 +184,7 @@ def list_script(jobs: Sequence[Job], whole: Job, site: Site, kind: str) -> str:
     """Returns the text of the sbatch file; `whole` is the result of `join`."""
     extra = [f"#SBATCH --array=0-{len(jobs) - 1}"] if kind == "array" else []
     log = "%x-%A_%a" if kind == "array" else "%x-%j"
-    body = _array(jobs, site) if kind == "array" else _sequence(jobs, site)
+    body = (_array if kind == "array" else _sequence)(jobs, whole, site)
     return "\n".join([*head(whole, site, extra=extra, log=log), *body]) + "\n"
 
 
@@ -190,15 +192,15 @@ def _describe(job: Job) -> str:
     return one_line(f"{job.origin}; {job.hours:.2f} h {job.basis}")
 
 
-def _array(jobs: Sequence[Job], site: Site) -> list[str]:
+def _array(jobs: Sequence[Job], whole: Job, site: Site) -> list[str]:
     lines = ["code=0", 'case "$SLURM_ARRAY_TASK_ID" in']
     for number, job in enumerate(jobs):
         lines += [f"{number})  # {_describe(job)}", f"    {start(job, site)} || code=$? ;;"]
     again = '"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"'
-    return [*lines, "esac", *dead_task(jobs[0]), *tail(again)]
+    return [*lines, "esac", *dead_task(whole, site), *tail(again)]
 
 
-def _sequence(jobs: Sequence[Job], site: Site) -> list[str]:
+def _sequence(jobs: Sequence[Job], whole: Job, site: Site) -> list[str]:
     """Returns the lines of a sequence: a failing task lets the next ones run, a stopped or killed one ends the job.
 
     A requeued job starts its finished tasks again; they find their last step done and exit at once.
@@ -209,7 +211,7 @@ def _sequence(jobs: Sequence[Job], site: Site) -> list[str]:
             f"# {_describe(job)}",
             f'if [ "$code" -ne {REQUEUE} ]; then',
             f"    code=0; {start(job, site)} || code=$?",
-            *(f"    {line}" for line in dead_task(job)),
+            *(f"    {line}" for line in dead_task(whole, site)),
             '    if [ "$code" -eq 0 ]; then code=$last',
             f'    elif [ "$code" -ne {REQUEUE} ]; then last=$code failed="$failed {job.name}($code)"; fi',
             "fi",

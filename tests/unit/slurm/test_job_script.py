@@ -79,6 +79,13 @@ def test_several_nodes_run_one_task_each_that_drives_all_gpus_of_its_node() -> N
     assert "JAX_LOCAL_DEVICE_IDS" not in job_script.script(JOB, SITE)
 
 
+def test_killed_tasks_of_a_long_run_do_not_use_up_the_requeues_at_its_limit() -> None:
+    days = change(nodes=2, hours=400.0)
+    requeues = cluster_profile.limit(days, SITE).requeues
+    assert requeues > job_script.RESTARTS
+    assert f'"${{SLURM_RESTART_COUNT:-0}}" -lt {requeues + job_script.RESTARTS} ]' in job_script.script(days, SITE)
+
+
 def test_origin_cannot_leave_its_comment() -> None:
     text = job_script.script(change(origin="plan x\n#SBATCH --account=other\nrm -rf /"), SITE)
     assert directives(text)["account"] == "proj-7"
