@@ -86,11 +86,15 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
 
 
 def _seconds_by_stage(rows: Sequence[Mapping[str, Any]], cfg: Config) -> dict[str, list[float]]:
-    """Returns the logged laps of each stage of a run: a step of passages takes other seconds than one of questions."""
-    seconds, last = {}, 0
+    """Returns the logged laps of each stage of a run: a step of passages takes other seconds than one of questions.
+
+    A lap over the end of a stage is of both: a short one may have no other.
+    """
+    seconds, last, every = {}, 0, cfg.train.log_every
     for name, _, steps in config.stages(cfg):
         first, last = last, last + steps
-        laps = [row.get("train/seconds_per_step") for row in rows if first < row["step"] <= last]
+        own = (row for row in rows if first < row["step"] < last + every)
+        laps = [row.get("train/seconds_per_step") for row in own]
         seconds[name] = [lap for lap in laps if isinstance(lap, (int, float)) and math.isfinite(lap) and lap > 0]
     return seconds
 
