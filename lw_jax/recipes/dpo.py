@@ -279,7 +279,8 @@ class DPO(Recipe):
         if counts["prompt_cut"]:
             cut = f"{counts['prompt_cut']} of {usable} pairs have a truncated prompt"
             limits = f"dpo.max_prompt={spec.max_prompt}, dpo.max_length={spec.max_length}"
-            findings.append(Finding("warning", f"{cut} ({limits}): the model does not see its beginning"))
+            unseen = "end" if spec.truncation == "keep_start" else "beginning"
+            findings.append(Finding("warning", f"{cut} ({limits}): the model does not see its {unseen}"))
         epochs = self.cfg.train.steps * self.cfg.train.global_batch / usable
         if epochs > MANY_EPOCHS:
             repeats = f"train.steps={self.cfg.train.steps} repeats each of {usable} pairs {epochs:.0f} times"

@@ -199,6 +199,12 @@ def test_rows_of_both_sources_are_read_by_the_named_columns_and_overlap_is_told(
         make(root, **named | {"data__validation": str(tmp_path / "same.jsonl")}).validation()
 
 
+@pytest.mark.parametrize(("truncation", "lost"), [("keep_start", "end"), ("keep_end", "beginning")])
+def test_the_part_of_a_prompt_that_is_cut_off_is_named(root, truncation, lost):
+    found = [str(one) for one in make(root, dpo__truncation=truncation, dpo__max_prompt=9).findings()]
+    assert [line.endswith(f"does not see its {lost}") for line in found if "truncated prompt" in line] == [True], found
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
