@@ -106,6 +106,8 @@ def read(source: str, *, split: str = "train", columns: Sequence[str] = ()) -> l
         _log.warning(
             "%s: dropped %d of %d pairs: 'chosen' and 'rejected' are the same", source, count - len(pairs), count
         )
+    if turns := sum(HUMAN in pair.chosen or HUMAN in pair.rejected for pair in pairs):
+        _log.warning("%s: in %d of %d pairs a reply holds %r: it is trained too", source, turns, len(pairs), HUMAN)
     if not pairs:
         raise UserError(f"{source}: no pair left of {count}: 'chosen' and 'rejected' are the same in all of them")
     return pairs

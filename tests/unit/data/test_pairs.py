@@ -54,6 +54,15 @@ def test_prompt_of_transcripts_ends_where_the_last_common_reply_begins(tmp_path)
     assert texts(pair) == ("\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", " I do", " I don't")
 
 
+def test_transcripts_that_part_before_the_last_reply_are_counted(tmp_path, caplog):
+    early = TRANSCRIPT | {"rejected": "\n\nHuman: a\n\nAssistant: B\n\nHuman: c\n\nAssistant: I do"}
+    with caplog.at_level(logging.WARNING):
+        read_rows(tmp_path, TRANSCRIPT)
+        assert not caplog.text
+        read_rows(tmp_path, TRANSCRIPT, early)
+    assert "in 1 of 2 pairs a reply holds" in caplog.text
+
+
 def test_pair_of_equal_replies_is_dropped_and_counted(tmp_path, caplog):
     same = {"prompt": "p", "chosen": "x", "rejected": "x"}
     with caplog.at_level(logging.WARNING):
