@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from lw_jax.core.errors import UserError
@@ -197,9 +197,14 @@ def byte_backend() -> "PreTrainedTokenizerFast":
     """Returns the tokenizer of `ByteTokenizer`'s ids as a tokenizer file."""
     from transformers import PreTrainedTokenizerFast
 
-    table = {f"<0x{value:02X}>": value for value in range(256)}
-    backend = Backend(models.BPE(vocab=table, merges=[], byte_fallback=True))
-    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    # GPT-2's letters: a printable byte's is its own, the others have those from 256 on. Of tokens "<0xC3>", which
+    # ByteFallback reads, one broken character makes all around it U+FFFD.
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    own = {letter: ord(letter) for letter in letters if ord(letter) < 256}
+    others = zip(letters[len(own) :], sorted(set(range(256)) - set(own.values())), strict=True)
+    backend = Backend(models.BPE(vocab=own | dict(others), merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(BYTES_END, normalized=False, special=True)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=BYTES_END, pad_token=BYTES_END)
 

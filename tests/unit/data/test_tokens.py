@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lw_jax.core.errors import UserError
 from lw_jax.data import passages, prompt_tokens
-from lw_jax.data.tokens import ByteTokenizer, load_source_tokenizer, load_tokenizer
+from lw_jax.data.tokens import ByteTokenizer, byte_backend, load_source_tokenizer, load_tokenizer, wrap
 from lw_jax.inference.language_model import LM
 from tests import tiny
 
@@ -198,6 +198,14 @@ def test_bytes_round_trip_and_padding_is_dropped():
     assert tokenizer.decode([*ids, tokenizer.pad, tokenizer.eos]) == "naïve 中"
     assert tokenizer.decode([0xC3]) == "\ufffd"
     assert [ids.tolist() for ids in tokenizer.encode_batch(["a", ""])] == [[97], []]
+
+
+def test_the_tokenizer_file_of_bytes_has_their_ids_and_reads_what_surrounds_a_broken_character():
+    tokenizer, file = ByteTokenizer(), wrap(byte_backend())
+    text = "".join(map(chr, range(0x800))) + "\U0001f600"
+    assert file.encode(text) == tokenizer.encode(text) and file.decode(file.encode(text)) == text
+    for ids in ([*b"caf\xc3"], [*range(256)], [*b"a", tokenizer.eos, *b"b"]):
+        assert file.decode(ids) == tokenizer.decode(ids)
 
 
 @pytest.fixture
