@@ -90,7 +90,7 @@ def read(source: str, *, split: str = "train", columns: Sequence[str] = ()) -> l
     `split` is as in `row_sources.read`, `columns` is data.columns. Raises UserError naming file, line or row, field and
     rule; also where plain and conversational rows are mixed.
     """
-    fields = Fields.of(Row, columns, f"known form: {_FORMATS}")
+    fields = Fields.of(Row, columns, f"known form: {_FORMATS}", sparse=True)
     parts = (row_sources.read(name, fields, split=split) for name in row_sources.split_sources(source))
     pairs, first, count = [], None, 0
     for where, row in itertools.chain.from_iterable(parts):

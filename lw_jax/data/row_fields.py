@@ -31,18 +31,19 @@ class Fields(Generic[_T]):
     columns: Mapping[str, str]  # field -> column, with dots into nested ones; empty: the field is left out
     remedy: str
     left: frozenset[str] = frozenset()  # fields that the user leaves out
+    sparse: bool = False  # a null in a table's object says that this one has no such field
     unread: Counter[str] = dataclasses.field(default_factory=Counter)  # column that nobody reads -> rows
     skipped: set[str] = dataclasses.field(default_factory=set)  # columns of a table that are not loaded
 
     @classmethod
-    def of(cls, kind: type[_T], columns: Sequence[str], remedy: str) -> "Fields[_T]":
+    def of(cls, kind: type[_T], columns: Sequence[str], remedy: str, *, sparse: bool = False) -> "Fields[_T]":
         """Returns the fields of a type, with what `data.columns` says of them."""
         mapping = dict(entry.split(":", 1) for entry in columns)
         renames = {field: column for field, column in mapping.items() if field in names_of(kind)}
         taken = ", ".join(f"{field} from {column!r}" if column else f"no {field}" for field, column in renames.items())
         named = f"data.columns takes {taken}" if renames else "data.columns=FIELD:COLUMN names another column"
         left = frozenset(field for field, column in mapping.items() if not column)
-        return cls(kind, renames, f"{remedy}; {named}", left)
+        return cls(kind, renames, f"{remedy}; {named}", left, sparse)
 
     @contextlib.contextmanager
     def counted(self, where: str) -> Iterator["Fields[_T]"]:

@@ -6,6 +6,7 @@ in batches of rows, and of parquet and Arrow only the columns that are needed.
 
 import contextlib
 import importlib
+import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -187,7 +188,8 @@ def _read_file(path: Path, fields: Fields[_T]) -> Iterator[tuple[str, _T]]:
     def loaded() -> Iterator[Mapping[str, Any]]:
         with _opened(path, fields) as batches:
             for batch in batches:
-                yield from batch.to_pylist()
+                for row in batch.to_pylist():
+                    yield _as_json(row, batch.schema, fields, parse=True)
 
     yield from _typed(loaded(), fields, str(path), _import("pyarrow", str(path)).ArrowException)
 
@@ -269,7 +271,30 @@ def _read_set(data_set: Any, fields: Fields[_T], where: str) -> Iterator[tuple[s
     if known and (chosen := fields.choose(known, where)):
         data_set = data_set.select_columns(chosen)
     datasets, arrow = _import("datasets", where), _import("pyarrow", where)
-    yield from _typed(data_set, fields, where, datasets.exceptions.DatasetsError, arrow.ArrowException)
+    schema = data_set.features.arrow_schema if data_set.features else arrow.schema([])
+    records = (_as_json(row, schema, fields, parse=False) for row in data_set)
+    yield from _typed(records, fields, where, datasets.exceptions.DatasetsError, arrow.ArrowException)
+
+
+def _as_json(row: Mapping[str, Any], schema: Any, fields: Fields[Any], *, parse: bool) -> dict[str, Any]:
+    """Returns a row of an Arrow schema as a file of JSON would have it.
+
+    Arrow gives the objects of a column the fields of all of them, and keeps what has no common type as JSON text, to
+    `parse`.
+    """
+
+    def convert(value: Any, kind: Any) -> Any:
+        if value is not None and getattr(kind, "extension_name", "") == "arrow.json":
+            return json.loads(value) if parse else value
+        if isinstance(value, list) and hasattr(kind, "value_type"):
+            return [convert(item, kind.value_type) for item in value]
+        if not (isinstance(value, dict) and kind.num_fields):
+            return value
+        parts = {name: (item, kind.field(name).type) for name, item in value.items()}
+        return {name: convert(*part) for name, part in parts.items() if part[0] is not None or not fields.sparse}
+
+    kinds = dict(zip(schema.names, schema.types, strict=True))
+    return {name: convert(value, kinds[name]) if name in kinds else value for name, value in row.items()}
 
 
 def _typed(

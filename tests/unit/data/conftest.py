@@ -11,6 +11,8 @@ import pytest
 class Rows(list):
     """A data set of the hub; a streamed one does not know its columns before the first row."""
 
+    features = None
+
     def __init__(self, rows: list[dict[str, Any]], streamed: bool):
         super().__init__(rows)
         self.column_names = None if streamed else list(rows[0])

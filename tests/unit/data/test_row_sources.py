@@ -77,6 +77,35 @@ def texts(source, **options):
     return [(one.context, one.question, one.answers) for one in examples.read(source, **options)]
 
 
+@pytest.mark.parametrize("typed", [False, True])
+@pytest.mark.parametrize("form", ["a.parquet", "stream.arrow", "saved"])
+def test_objects_of_a_table_have_the_fields_that_they_have_in_json(tmp_path, form, typed):
+    datasets = pytest.importorskip("datasets")
+    given = [
+        {"prompt": [{"role": "user", "content": "?"}], "rejected": [{"role": "assistant", "content": "no"}], **row}
+        for row in (
+            {"chosen": [{"role": "assistant", "content": "", "tool_calls": [{"arguments": arguments}]}], "tools": tools}
+            for arguments in ({"a": 1}, {"b": "x"})
+            for tools in ([{"name": "f", "properties": {"a": {"type": "integer"}}}, {"name": "g"}],)
+        )
+    ]
+    made = datasets.Dataset.from_list(given)
+    if typed:  # as datasets reads JSON whose objects differ
+        features = made.features.copy()
+        features["chosen"].feature["tool_calls"].feature["arguments"] = datasets.Json()
+        features["tools"].feature["properties"] = datasets.Json()
+        made = datasets.Dataset.from_list(given, features=features)
+    if form == "saved":
+        made.save_to_disk(str(tmp_path / form))
+    elif form == "a.parquet":
+        made.to_parquet(tmp_path / form)
+    else:
+        with pyarrow.OSFile(str(tmp_path / form), "wb") as sink, pyarrow.ipc.new_stream(sink, made.data.schema) as out:
+            out.write_table(made.data.table)
+    found, wanted = pairs.read(str(tmp_path / form)), pairs.read(write(tmp_path, "rows.jsonl", given))
+    assert [(pair.chosen, pair.values) for pair in found] == [(pair.chosen, pair.values) for pair in wanted]
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_table_gives_the_same_examples_from_columns_of_other_names(tmp_path, form):
     source = write(tmp_path, form, ROWS)
