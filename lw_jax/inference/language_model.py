@@ -127,7 +127,7 @@ class LM:
         if beyond.any():
             rule = f"the vocabulary has {self.config.vocab:,}, from 0 on"
             raise UserError(f"logits: id {int(ids[beyond][0])}: {rule}")
-        return self._logits(self.params, ids, mask)
+        return self._logits(self.params, jnp.where(mask, ids, 0), mask)  # beyond the table embeddings are NaN
 
     def generate(
         self, texts: Sequence[str], max_new_tokens: int = 32, *, temperature: float = 0.0, seed: int = 0

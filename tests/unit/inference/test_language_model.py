@@ -72,7 +72,9 @@ def test_folder_of_a_ttt_model_is_known_by_its_config(lm, folder):
     assert 0 < gap < 0.2
     with pytest.raises(UserError, match="id 352"):
         lm.logits([[5, 352]])
-    assert lm.logits([[5, 352]], mask=[[True, False]]).shape == (1, 2, 352), "padding may be any id"
+    padded = lm.logits([[5, 352]], mask=[[True, False]])
+    assert padded.shape == (1, 2, 352)
+    np.testing.assert_array_equal(padded[:, :1], lm.logits([[5, 7]])[:, :1], "padding may be any id")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
