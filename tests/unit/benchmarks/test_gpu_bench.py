@@ -64,8 +64,8 @@ def configuration(case, *, small):
 
 
 def test_sweep_plans_for_a_card_that_is_named_without_a_number(tmp_path, monkeypatch):
-    def plan(cfg, card, point):
-        raise UserError(card)
+    def plan(cfg, target, point):
+        raise UserError(target.card.name)
 
     monkeypatch.setattr(environment, "prepare_compiler", lambda **_: None)
     monkeypatch.setattr(scaling, "plan", plan)
