@@ -76,7 +76,8 @@ def _divide(questions: Sequence[Example], count: int, most: int) -> tuple[list[E
     """Returns one question of each text that is read: those to fit, and those held out."""
     texts = list({question.context: question for question in reversed(questions)}.values())[::-1]
     chosen = [texts[index] for index in spread(len(texts), count)]
-    held_out = chosen[PART_HELD_OUT - 1 :: PART_HELD_OUT][:most] or chosen[-1:]
+    eighths = chosen[PART_HELD_OUT - 1 :: PART_HELD_OUT]
+    held_out = [eighths[index] for index in spread(len(eighths), most)] or chosen[-1:]  # of every source
     contexts = {question.context for question in held_out}
     return [question for question in chosen if question.context not in contexts] or held_out, held_out
 

@@ -206,6 +206,12 @@ def test_half_of_the_texts_weigh_at_all_positions_and_half_at_the_ratio():
         assert scores[kept_here].min() > scores[~kept_here].max()
 
 
+def test_held_out_texts_are_of_all_sources():
+    sources = [Example("", f"source {n // 100}, text {n}", QUESTION, ("bell",)) for n in range(200)]
+    _, held_out = cache_start._divide(sources, 200, 12)
+    assert collections.Counter(example.context[:8] for example in held_out) == {"source 0": 6, "source 1": 6}
+
+
 @pytest.mark.parametrize("overlong", [0, 7])  # of one in eight the eighth is held out
 def test_a_start_goes_without_texts_that_are_too_long_or_refuses_them(root, monkeypatch, overlong):
     examples = [
