@@ -11,6 +11,7 @@ for each press and ratio, with the share of the text's gain in nats. Presses sho
 
 import argparse
 import collections
+import functools
 import gc
 import itertools
 import json
@@ -74,6 +75,7 @@ def questions_of(wire: Any, reader: str, count: int) -> list[Row]:
     """Returns held-out questions with the ids of their prompts' parts."""
     from lw_jax.data.examples import spread
     from lw_jax.evals.control_rows import ANSWER
+    from lw_jax.inference.coded_evaluation import what_is_read
 
     wire._check_reader(reader)
     encoded = wire.recipe.encode(wire.recipe.curriculum.examples("validation"))
@@ -82,7 +84,8 @@ def questions_of(wire: Any, reader: str, count: int) -> list[Row]:
         parts = {"before": "before", "text": "own", "after": "after", "answer": "answer"}
         ids = {name: [int(one) for one in fields[key].ids[index]] for name, key in parts.items()}
         host = wire._put(encoded.collate([index])["readers"][reader], reader)
-        found.append({"example": encoded.examples[index], "ids": ids, "fields": {key: host[key] for key in ANSWER}})
+        text, answer = what_is_read(wire, encoded, index, reader), {key: host[key] for key in ANSWER}
+        found.append({"example": encoded.examples[index], "text": text, "ids": ids, "fields": answer})
     return found
 
 
@@ -99,7 +102,7 @@ def _ours(wire: Any, args: argparse.Namespace, cases: list[Row]) -> Iterator[Row
     for ratio in args.ratios:
         for number, case in enumerate(cases):
             one: Example = case["example"]
-            write = lambda one=one, ratio=ratio: wire.write(one.context, ratio=ratio, readers=(name,))  # noqa: E731
+            write = functools.partial(wire.write, case["text"], ratio=ratio, readers=(name,))
             write()  # compiles
             started = time.perf_counter()
             message = write()

@@ -107,9 +107,7 @@ def measure_times(wire: CodedWire, measured: Measured, name: str) -> tuple[Times
     """
     place, tokens = median_text(measured, name, "text")
     example, params = measured.examples[place], wire.frozen[name]
-    text = example.context
-    if wire.recipe.cfg.data.overlong == "cut":  # what the rows read of it
-        text = wire.recipe.tokenizers[name].decode(measured.encoded.readers[name]["own"].ids[measured.indices[place]])
+    text = what_is_read(wire, measured.encoded, measured.indices[place], name)
     write = functools.partial(wire.write, text, ratio=wire.ratio, readers=(name,))
     message = write()
     section = wire.section(message, name)
@@ -125,6 +123,13 @@ def measure_times(wire: CodedWire, measured: Measured, name: str) -> tuple[Times
         "write_seconds": fastest(write),
         "open_seconds": fastest(lambda: wire.section(message, name)),
     }
+
+
+def what_is_read(wire: CodedWire, encoded: Encoded, index: int, name: str) -> str:
+    """Returns what the rows read of an example's text: under data.overlong="cut" it may be the beginning alone."""
+    if wire.recipe.cfg.data.overlong != "cut":
+        return encoded.examples[index].context
+    return wire.recipe.tokenizers[name].decode(encoded.readers[name]["own"].ids[index])
 
 
 def _rows(named: tuple[str, ...], *, several: bool, say: Callable[[str], None]) -> list[str]:

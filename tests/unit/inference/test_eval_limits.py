@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import peer_compaction
 from lw_jax.core.errors import UserError
 from lw_jax.data import prompt_tokens
 from lw_jax.evals import cache_rows, control_rows
@@ -187,3 +188,5 @@ def test_a_message_is_timed_with_what_the_rows_read_of_a_text(root):
     (cut,), whole, own = set(written), encoded.examples[0].context, encoded.readers["qwen"]["own"].ids[0]
     assert cut and whole.startswith(cut.strip()) and len(cut) < len(whole)
     assert len(prompt_tokens.tokenize(wire.recipe.tokenizers["qwen"], [cut])[0]) <= len(own) + 1
+    wire._check_reader, wire._put = lambda reader: None, lambda fields, reader: fields
+    assert peer_compaction.questions_of(wire, "qwen", 1)[0]["text"] == cut
