@@ -179,9 +179,13 @@ class LatentWire(WireReaders):
 
     @property
     def start_texts(self) -> list[str]:
-        """Returns the training texts from which an aligned start is computed, each once: some of them are held out."""
+        """Returns the training texts from which an aligned start is computed, each once: some of them are held out.
+
+        They are shuffled, as a start reads the first ones, until it has tokens enough: sources follow each other.
+        """
         texts = list(dict.fromkeys(example.context for example in self.curriculum.examples("train")))
-        return [texts[index] for index in examples.spread(len(texts), kv_start.TEXTS)]
+        order = np.random.default_rng(0).permutation(examples.spread(len(texts), kv_start.TEXTS))
+        return [texts[index] for index in order]
 
     def _align_adapters(self, trainable: Tree, readers: Tree) -> Tree:
         """Returns the tree with adapters whose linear path is the regression from tokens' latents to their readers'."""

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lw_jax.core.types import Example
 from lw_jax.data import batches, prompt_tokens
 from lw_jax.models import decoder, encoder, kv_prefix
 from lw_jax.recipes import kv_start
@@ -60,6 +61,14 @@ def make(root, start, **changes):
     body = {"encoder__kind": "lm", "encoder__source": str(tiny.readers(root)["llama"]), "encoder__layers": 1}
     kind = {"adapter__kind": "kv", "adapter__start": start, "encoder__width": 48}
     return tiny.make_recipe(root, only=NAME, **kind, **body, **changes)
+
+
+def test_a_start_that_reads_some_texts_reads_all_sources(root, monkeypatch):
+    recipe = make(root, "aligned")
+    found = [Example("", f"source {n // 300}, text {n}" + " and on" * 30, "?", ("on",)) for n in range(600)]
+    monkeypatch.setattr(recipe.curriculum, "examples", lambda split: found)
+    read = [one.text[:8] for one in kv_start._choose(recipe.start_texts, recipe.layout, aligned=True)]
+    assert len(read) < 100 and min(map(read.count, ("source 0", "source 1"))) > len(read) / 4
 
 
 @pytest.fixture(scope="module")
