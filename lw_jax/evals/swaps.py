@@ -1,8 +1,11 @@
 """Texts with one entity changed: another example's answer stands where the own one stood."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
+
+import numpy as np
 
 from lw_jax.core.types import Example
 from lw_jax.data import batches, prompt_tokens
@@ -52,7 +55,7 @@ def make(
     layout: prompt_tokens.Layout,
     fields: Sequence[str],
 ) -> Swaps:
-    """Returns those of the examples that can be changed; empty lists where none can.
+    """Returns those of the examples that can be changed in what is read of their texts; empty lists where none can.
 
     Each takes its answer from the next of `indices`, cyclically. Static widths are at least those of `encoded`, so
     that most compiled programs serve both.
@@ -66,7 +69,11 @@ def make(
     # `encode` refuses data without a usable example, so an unchanged one follows, which is not measured.
     changed.append(dataclasses.replace(examples[0], id=str(len(examples))))
     data = layout.data if layout.data.overlong == "cut" else dataclasses.replace(layout.data, overlong="drop")
-    swapped = _widen(batches.encode(changed, layout=dataclasses.replace(layout, data=data), rows=fields), encoded)
+    encode = functools.partial(batches.encode, layout=dataclasses.replace(layout, data=data), rows=fields)
+    if data.overlong == "cut":
+        known = _read_changed(encode(changed), encoded, indices)
+        changed = [example for example in changed[:-1] if example.id in known] + changed[-1:]
+    swapped = _widen(encode(changed), encoded)
     positions = [int(example.id) for example in swapped.examples]
     positions = positions[:-1] if positions[-1] == len(examples) else positions
     return Swaps(swapped, [indices[i] for i in positions], [examples[i].answers[0] for i in positions])
@@ -76,6 +83,22 @@ def _kind(answer: str) -> str:
     if any(character.isdigit() for character in answer):
         return "number"
     return "name" if answer[0].isupper() else "other"
+
+
+def _read_changed(swapped: Encoded, encoded: Encoded, indices: Sequence[int]) -> set[str]:
+    """Returns the ids of the examples whose change everybody reads: of the others it is in what was cut away."""
+    pairs = [(swapped.source, encoded.source)] + [
+        (field, encoded.readers[name][key])
+        for name, fields in swapped.readers.items()
+        for key, field in fields.items()
+        if key in ("text", "context") and key in encoded.readers[name]
+    ]
+    return {
+        example.id
+        for place, example in enumerate(swapped.examples)
+        if int(example.id) < len(indices)
+        and not any(np.array_equal(new.ids[place], old.ids[indices[int(example.id)]]) for new, old in pairs)
+    }
 
 
 def _widen(encoded: Encoded, least: Encoded) -> Encoded:

@@ -12,6 +12,7 @@ import pytest
 from lw_jax.core import compiling, eval_rows
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
+from lw_jax.data import batches
 from lw_jax.data.examples import spread
 from lw_jax.evals import comparison, control_rows, message_latents, swaps, verdict
 from tests import tiny
@@ -196,6 +197,20 @@ def test_swap_replaces_every_occurrence_by_an_answer_of_the_same_kind():
     held = swapped("He came in 1999.", "1999", "4 July 1999", "2001")
     assert held == ("He came in 2001.", ("2001",)), "a new answer that holds the old one could not be told from it"
     assert swapped(r"a \1 b", r"\1", r"\2") == (r"a \2 b", (r"\2",))
+
+
+@pytest.mark.parametrize("limits", [{"data__context_tokens": 120, "encoder__windows": 4}, {"encoder__window": 64}])
+def test_an_answer_that_is_cut_away_is_not_exchanged(root, limits):
+    recipe = tiny.make_recipe(root, only="qwen", data__overlong="cut", **limits)
+    rest = "It rains and it snows here. " * 12
+    texts = [(f"Ann is in {city}. {rest}", f"{rest} Ann is in {city}.") for city in ("Rome", "Oslo", "Bonn")]
+    asked = [
+        Example(str(n), text, "Where?", (city,))
+        for n, (text, city) in enumerate((text, text.partition("Ann is in ")[2][:4]) for both in texts for text in both)
+    ]
+    encoded = batches.encode(asked, layout=recipe.layout, rows=("text",))
+    found = swaps.make(encoded, range(len(asked)), layout=recipe.layout, fields=("text",))
+    assert found.origins == [0, 2, 4] and found.replaced == ["Rome", "Oslo", "Bonn"]
 
 
 SEED = {"seed": 0}
