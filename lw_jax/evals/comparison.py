@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from lw_jax.core.errors import UserError
 from lw_jax.core.eval_rows import OF_CACHE, ROWS
 from lw_jax.evals.statistics import Bootstrap, Estimate
 from lw_jax.evals.verdict import format_interval
@@ -26,13 +25,8 @@ def summarise(records: Sequence[Record], *, seed: int) -> dict[str, dict[str, Ro
     positions: mean positions of the reader that hold the context. Rates lie in 0..1; nll is in nats per answer token
     (EOS included), accuracy is teacher-forced; first_5: the first gold token is among the five likeliest; distinct is
     the share of different predictions, near 0 for a collapsed wire; follows, of texts with another answer in them: the
-    share of answers that are the new one. INTERVALS have a 95 % bootstrap interval. Raises UserError for no record.
+    share of answers that are the new one. INTERVALS have a 95 % bootstrap interval each.
     """
-    if not records:
-        raise UserError(
-            "config.eval.rows: nothing is measured, as no answer of the questions can be exchanged for another's; name "
-            "other rows too, or raise config.eval.examples"
-        )
     by_reader: dict[str, dict[str, Row]] = {}
     for (reader, row), group in _group(records).items():
         bootstrap = _resample(group, seed=seed)

@@ -88,7 +88,7 @@ def _evaluate_latents(wire: TrainedWire) -> Evaluation:
             coded = quality_curve.model_bytes(texts, wire.recipe.surprisal.score(texts))
             if coded is not None:
                 curve = dataclasses.replace(curve, text_bytes=curve.text_bytes | {MODEL: coded})
-    summary = comparison.summarise(measured.records, seed=cfg.seed)
+    summary = _summarise(measured, cfg.seed)
     readers = comparison.compare(measured.records, seed=cfg.seed)
     if jax.process_count() == 1:
         with phase("timing the first token of an answer"):
@@ -116,7 +116,7 @@ def _evaluate_coded(wire: CodedWire, folder: Path | None) -> Evaluation:
     measured = _fitting(
         batch, cfg.eval, lambda options: coded_evaluation.measure(wire, batch=options.batch, **settings)
     )
-    summary = comparison.summarise(measured.records, seed=cfg.seed)
+    summary = _summarise(measured, cfg.seed)
     readers = comparison.compare(measured.records, seed=cfg.seed)
     for name, figures in readers.items():
         if (size := coded_evaluation.bytes_a_token(measured.records, name)) is not None:
@@ -129,6 +129,15 @@ def _evaluate_coded(wire: CodedWire, folder: Path | None) -> Evaluation:
         _add_times(times, summary[name], figures)
         figures.update(others)
     return Evaluation(measured, summary, readers, joint=None, latents={}, slots=[], curve=None)
+
+
+def _summarise(measured: control_rows.Measured, seed: int) -> dict[str, dict[str, comparison.Row]]:
+    if not measured.records:
+        raise UserError(
+            "config.eval.rows: nothing is measured, as no answer of the questions can be exchanged for another's; name "
+            "other rows too, or raise config.eval.examples"
+        )
+    return comparison.summarise(measured.records, seed=seed)
 
 
 def _add_times(times: first_token.Times, summary: dict[str, comparison.Row], figures: comparison.Row) -> None:

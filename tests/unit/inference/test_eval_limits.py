@@ -70,6 +70,8 @@ def test_swapped_rows_alone_are_measured(untrained, tmp_path):
     found = evaluation.evaluate(ask(untrained, tmp_path, texts, rows, ("3", "8")))
     assert list(found.summary["llama"]) == ["swapped", "swapped_text"]
     assert {record["answers"][0] for record in found.measured.records} == {"3", "8"}
+    with pytest.raises(UserError, match="eval.rows: nothing is measured"):
+        evaluation.evaluate(ask(untrained, tmp_path, ["Mara has 3 lamps.", "Tom owns 3 kites."], rows))
 
 
 def test_prompts_beyond_a_reader_s_positions_are_refused(untrained, tmp_path):
