@@ -9,7 +9,7 @@ import importlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -188,8 +188,7 @@ def _read_file(path: Path, fields: Fields[_T]) -> Iterator[tuple[str, _T]]:
     def loaded() -> Iterator[Mapping[str, Any]]:
         with _opened(path, fields) as batches:
             for batch in batches:
-                for row in batch.to_pylist():
-                    yield _as_json(row, batch.schema, fields, parse=True)
+                yield from map(_as_json(batch.schema, fields, parse=True), batch.to_pylist())
 
     yield from _typed(loaded(), fields, str(path), _import("pyarrow", str(path)).ArrowException)
 
@@ -272,12 +271,12 @@ def _read_set(data_set: Any, fields: Fields[_T], where: str) -> Iterator[tuple[s
         data_set = data_set.select_columns(chosen)
     datasets, arrow = _import("datasets", where), _import("pyarrow", where)
     schema = data_set.features.arrow_schema if data_set.features else arrow.schema([])
-    records = (_as_json(row, schema, fields, parse=False) for row in data_set)
+    records = map(_as_json(schema, fields, parse=False), data_set)
     yield from _typed(records, fields, where, datasets.exceptions.DatasetsError, arrow.ArrowException)
 
 
-def _as_json(row: Mapping[str, Any], schema: Any, fields: Fields[Any], *, parse: bool) -> dict[str, Any]:
-    """Returns a row of an Arrow schema as a file of JSON would have it.
+def _as_json(schema: Any, fields: Fields[Any], *, parse: bool) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Returns what makes of a row of an Arrow schema one as a file of JSON would have it.
 
     Arrow gives the objects of a column the fields of all of them, and keeps what has no common type as JSON text, to
     `parse`.
@@ -294,7 +293,7 @@ def _as_json(row: Mapping[str, Any], schema: Any, fields: Fields[Any], *, parse:
         return {name: convert(*part) for name, part in parts.items() if part[0] is not None or not fields.sparse}
 
     kinds = dict(zip(schema.names, schema.types, strict=True))
-    return {name: convert(value, kinds[name]) if name in kinds else value for name, value in row.items()}
+    return lambda row: {name: convert(value, kinds[name]) if name in kinds else value for name, value in row.items()}
 
 
 def _typed(
