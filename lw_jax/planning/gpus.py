@@ -44,6 +44,9 @@ COMPILE_OPTIONS: dict[str, bool | str] = {"xla_gpu_enable_triton_gemm": False}
 # How far a card's memory may lie from the figure here and still be that card: drivers and ECC move it by 1 or 2 %.
 MEMORY_TOLERANCE = 0.06
 
+# Names of boards with the chip and memory of a card below, but lower clocks, another bandwidth or fewer links.
+_OTHER_BOARDS = re.compile(r"PCI|NVL|L40$|V100S|A800|H800|RTX 6000")
+
 
 class CompilerAbsent(UserError):
     """No compiler for NVIDIA GPUs in this process; the message says what is missing and how to get it."""
@@ -342,11 +345,13 @@ def compile_cache(folder: str | None) -> Iterator[None]:
 
 
 def of_device(device: Any) -> Card | None:
-    """Returns the card of a live device by what the runtime reports, never by its name; None where unknown.
+    """Returns the card of a live device by what the runtime reports; None where unknown.
 
-    Capability and number of multiprocessors decide, and memory between those that share both. A MIG slice, an H100
-    NVL or a card that is not in the table is None.
+    Capability and number of multiprocessors decide, and memory between those that share both; a name only excludes. A
+    MIG slice, an A100 on PCIe or a card that is not in the table is None.
     """
+    if _OTHER_BOARDS.search(device.device_kind):
+        return None
     capability, cores = getattr(device, "compute_capability", None), getattr(device, "core_count", None)
     alike = [card for card in CARDS.values() if (card.capability, card.cores) == (capability, cores)]
     if not alike:

@@ -125,6 +125,25 @@ def test_device_that_is_no_known_card_is_none(monkeypatch):
     assert gpus.of_device(jax.devices("cpu")[0]) is None
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA A100 80GB PCIe", "a100_80"),
+        ("NVIDIA A100-PCIE-40GB", "a100_40"),
+        ("NVIDIA L40", "l40s"),
+        ("NVIDIA RTX 6000 Ada Generation", "l40s"),
+        ("Tesla V100-PCIE-16GB", "v100_16"),
+        ("NVIDIA H200 NVL", "h200"),
+    ],
+)
+def test_board_of_another_speed_with_a_listed_cards_chip_and_memory_is_none(kind, name, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "1")
+    card = gpus.CARDS[name]
+    reported = card.capability, card.cores, card.memory_bytes
+    assert gpus.of_device(live(*reported, kind=kind)) is None
+    assert gpus.of_device(live(*reported, kind=card.model)) == card
+
+
 def test_devices_of_two_kinds_are_no_card_and_both_are_named(monkeypatch):
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "1")
     large, small = live("8.0", 108, 85.1e9, "A100 80GB"), live("8.0", 108, 42.3e9, "A100 40GB")
