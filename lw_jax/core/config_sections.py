@@ -604,6 +604,7 @@ READ_BY = (
     (r"data\.(passages|cards|facts|context_tokens|question_tokens|answer_tokens|overlong)", WIRE),
     (r"eval\.(max_new_tokens|layers|rows|taught_steps)", WIRE),
     (r"(encoder|adapter|loss|stages)\..*|data\.packed_tokens|eval\.curve.*", TRAINED),
+    (r"optim\.(kind|weight_decay)", (*TRAINED, "dpo", "ttt")),  # a code's arrays are updated by Adam without decay
     (r"data\.validation_limit", (*WIRE, "dpo")),
     (r"data\.held_out", ("dpo", "ttt")),
     (r"(lora|dpo)\..*", ("dpo",)),
