@@ -171,13 +171,13 @@ def read(code: Code, z: Float[Array, "b t w"]) -> tuple[Float[Array, "l b t k e"
     return k, v
 
 
-def read_layer(
-    code: Code, z: Float[Array, "b t w"], layer: Int[Array, ""]
-) -> tuple[Float[Array, "b t k e"], Float[Array, "b t k e"]]:
-    """Returns keys, not turned, and values of one layer from all numbers of a token."""
+def read_head(
+    code: Code, z: Float[Array, "b s w"], layer: Int[Array, ""], head: Int[Array, ""]
+) -> tuple[Float[Array, "b s e"], Float[Array, "b s e"]]:
+    """Returns keys, not turned, and values of one head of a layer from all numbers of a token."""
     with jax.default_matmul_precision("highest"):
-        y = jnp.einsum("btw,wcke->cbtke", z, code.basis.reshape(-1, *code.mean.shape)[:, :, layer])
-    y = y * code.scale[:, layer, None, None, None, None] + code.mean[:, None, None, layer]
+        y = jnp.einsum("bsw,wce->cbse", z, code.basis.reshape(-1, *code.mean.shape)[:, :, layer, head])
+    y = y * code.scale[:, layer, None, None, None] + code.mean[:, None, None, layer, head]
     return y[0], y[1]
 
 

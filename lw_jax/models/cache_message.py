@@ -147,8 +147,8 @@ def decode_packed(  # noqa: PLR0913
     numbers, kept, bias, step, mask = map(jnp.asarray, sent)
     code, z = _code(params), numbers.astype(jnp.float32) * step[:, None, None]
 
-    def take(layer: jax.Array) -> tuple[jax.Array, jax.Array]:
-        k, v = cache_code.read_layer(code, z, layer)
+    def take(layer: jax.Array, head: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array]:
+        k, v = cache_code.read_head(code, jnp.take_along_axis(z, places[:, :, None], axis=1), layer, head)
         return k.astype(dtype), v.astype(dtype)
 
     return kv_prefix.pack(cfg, mask, jnp.where(kept, bias, LEAST), sizes, take, seen=seen)

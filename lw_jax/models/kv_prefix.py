@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -72,44 +73,47 @@ def pack(  # noqa: PLR0913
     mask: Bool[Array, "b m"],
     bias: Float[Array, "l b m k"],
     sizes: Sizes,
-    take: Callable[[Int[Array, ""]], tuple[Float[Array, "b m k e"], Float[Array, "b m k e"]]],
+    take: Callable[[Int[Array, ""], Int[Array, ""], Int[Array, "b s"]], tuple[jax.Array, jax.Array]],
     *,
     seen: jax.Array | int,
 ) -> PackedPrefix:
     """Returns the kept keys of a prefix, in each layer and head so many of `sizes`, `seen` real tokens before them.
 
-    They take no memory but their own, and while they are made that of one layer's. A row with fewer has filling, which
-    no query sees. `bias` is that of `choose`; `take` returns a layer's keys, not turned, and values.
+    They take no memory but their own, and no other key is computed but what fills a head's last piece. A row with fewer
+    has filling, which no query sees. `bias` is that of `choose`; `take` returns keys, not turned, and values [b s e] of
+    a layer's head at the places i32[b s].
     """
     counts = np.array(sizes, np.int32).reshape(cfg.layers, cfg.kv_heads)
     by_layer = counts.sum(axis=1, dtype=np.int32)
     first, most = np.cumsum(by_layer, dtype=np.int32) - by_layer, int(by_layer.max(initial=0))
-    head = np.repeat(np.tile(np.arange(cfg.kv_heads), cfg.layers), counts.ravel())  # of each place
-    rank = np.concatenate([np.arange(size) for size in counts.ravel()])
-    head, rank = (jnp.asarray(np.pad(x, (0, most)), jnp.int32) for x in (head, rank))
-    bias, angles = jnp.where(mask[None, :, :, None], bias, LEAST), decoder.prefix_angles(cfg, mask, seen=seen)
+    size = max(1, math.ceil(counts.mean()))  # of a piece: at most as many again are computed, in two pieces a head
+    pieces = [(*where, start) for where, count in np.ndenumerate(counts) for start in range(0, count, size)]
+    bias, (cos, sin) = jnp.where(mask[None, :, :, None], bias, LEAST), decoder.prefix_angles(cfg, mask, seen=seen)
+    order = jnp.argsort(bias <= LEAST, axis=2)  # stable: the kept ones in their order
+    order = jnp.pad(order, ((0, 0), (0, 0), (0, size), (0, 0)))
+    by_row = jax.vmap(lambda x, places: x[places])
 
-    def layer(packed: tuple[jax.Array, ...], inputs: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], None]:
-        number, bias, first = inputs
-        k, v = take(number)
-        order = jnp.argsort(bias <= LEAST, axis=1)  # stable: the kept ones in their order
-        # What stands behind a layer's keys is filling, over which the next layer's are written.
-        heads, ranks = (jax.lax.dynamic_slice_in_dim(x, first, most) for x in (head, rank))
-        places = jax.vmap(lambda order: order[ranks, heads])(order)
-        gathered = (jax.vmap(lambda x, index: x[index, heads])(x, places) for x in (rotary.rotate(k, *angles), v, bias))
-        pairs = zip(packed, gathered, strict=True)
-        return tuple(jax.lax.dynamic_update_slice_in_dim(*pair, first, axis=1) for pair in pairs), None
+    def piece(packed: tuple[jax.Array, ...], inputs: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        layer, head, start, to = inputs
+        places = jax.lax.dynamic_slice_in_dim(order[layer, :, :, head], start, size, axis=1)
+        k, v = take(layer, head, places)
+        k = rotary.rotate(k[:, :, None], by_row(cos, places), by_row(sin, places))[:, :, 0]
+        pairs = zip(packed, (k, v, by_row(bias[layer, :, :, head], places)), strict=True)
+        # What stands behind a head's keys is filling, over which the next head's are written.
+        return tuple(jax.lax.dynamic_update_slice_in_dim(*pair, to, axis=1) for pair in pairs), None
 
-    spec = jax.eval_shape(take, jnp.int32(0))[0]
-    room = len(mask), int(by_layer.sum()) + most
+    spec = jax.eval_shape(take, jnp.int32(0), jnp.int32(0), order[0, :, :size, 0])[0]
+    room = len(mask), int(by_layer.sum()) + max(most, size)
     none = (jnp.zeros((*room, cfg.head_dim), spec.dtype),) * 2 + (jnp.full(room, LEAST, bias.dtype),)
-    inputs = (jnp.arange(cfg.layers, dtype=jnp.int32), bias, jnp.asarray(first))
-    (k, v, bias), _ = jax.lax.scan(layer, none, inputs)
+    to = np.cumsum(counts, dtype=np.int32).reshape(counts.shape) - counts
+    inputs = np.array([(*at, to[at[:2]] + at[2]) for at in pieces], np.int32).reshape(-1, 4)
+    (k, v, bias), _ = jax.lax.scan(piece, none, jnp.asarray(inputs))
+    head = np.repeat(np.tile(np.arange(cfg.kv_heads), cfg.layers), counts.ravel())  # of each place
     return PackedPrefix(
         k,
         v,
         bias,
-        head=head,
+        head=jnp.asarray(np.pad(head, (0, room[1] - len(head))), jnp.int32),
         first=jnp.asarray(first),
         count=jnp.asarray(by_layer),
         places=jnp.arange(most, dtype=jnp.int32),

@@ -96,8 +96,8 @@ def test_a_shared_prefix_may_stand_among_them(params, whole):
 
 
 def pack(cfg, prefix, sizes, seen):
-    def take(layer):
-        return prefix.k[layer], prefix.v[layer]
+    def take(layer, head, places):
+        return tuple(jax.vmap(lambda x, at: x[at])(x[layer, :, :, head], places) for x in (prefix.k, prefix.v))
 
     return kv_prefix.pack(cfg, prefix.mask, prefix.bias, sizes, take, seen=seen)
 
@@ -155,6 +155,21 @@ def test_masked_and_packed_answer_and_score_alike(params, whole, masked, way):
     found = begin(params, whole, mode=decoder.Mode(), **WAYS[way])
     for one, wanted in zip(found, masked, strict=True):
         np.testing.assert_allclose(one, wanted, atol=SAME)
+
+
+def test_a_packed_prefix_computes_few_keys_but_the_kept(whole):
+    counts, asked = np.array(sizes()), []
+
+    def take(layer, head, places):
+        asked.append(places.shape[1])
+        return jnp.zeros((*places.shape, CFG.head_dim)), jnp.zeros((*places.shape, CFG.head_dim))
+
+    with jax.disable_jit():
+        chosen = kv_prefix.choose(whole, KEPT, BIAS)
+        kv_prefix.pack(CFG, chosen.mask, chosen.bias, sizes(), take, seen=0)
+    first, *computed = asked  # the first call asks for shapes alone
+    assert counts.sum() <= sum(computed) < counts.sum() + counts.size * first
+    assert sum(computed) < counts.size * SLOTS.shape[1]
 
 
 @pytest.mark.optimized
