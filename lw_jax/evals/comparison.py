@@ -140,7 +140,7 @@ def estimate(records: Sequence[Record], bootstrap: Bootstrap) -> dict[str, Estim
 def table(rows: Mapping[str, Mapping[str, Row]]) -> str:
     width = max(map(len, ("reader", *rows))) + 2
     second = max(9, *(len(row) for by_row in rows.values() for row in by_row)) + 2
-    columns = {"positions": 9, "ms": 8, "em": 7, "f1": 7, "f1 95 %": 15, "nll": 8, "accuracy": 9, "first_token": 12}
+    columns = {"positions": 9, "ms": 11, "em": 7, "f1": 7, "f1 95 %": 15, "nll": 8, "accuracy": 9, "first_token": 12}
     columns |= {"first_5": 8, "distinct": 9}
     lines = [f"{'reader':<{width}}{'row':<{second}}" + "".join(f"{name:>{size}}" for name, size in columns.items())]
     for reader, by_row in rows.items():

@@ -123,13 +123,16 @@ def table(curve: Curve) -> str:
     readers = list(dict.fromkeys(point["reader"] for point in curve.points))
     sizes = {"slots": 7, "width": 7, "bits": 6, "payload": 9, "framed": 8}
     heads = [f"{name} {curve.quality}" for name in readers]
-    lines = ["".join(f"{name:>{size}}" for name, size in sizes.items()) + "".join(f"{head:>18}" for head in heads)]
+    wide = [max(18, len(head) + 2) for head in heads]
+    head = "".join(f"{head:>{size}}" for head, size in zip(heads, wide, strict=True))
+    lines = ["".join(f"{name:>{size}}" for name, size in sizes.items()) + head]
     for _, group in itertools.groupby(curve.points, lambda point: [point.get(name) for name in SIZE]):
         points: list[Any] = list(group)  # of all readers
         first = points[0]
         numbers = (first["slots"], first["width"], first["bits"], first["payload_bytes"], round(first["framed_bytes"]))
         line = "".join(f"{number:>{size}}" for number, size in zip(numbers, sizes.values(), strict=True))
-        lines.append(line + "".join(f"{point[curve.quality]:>18.3f}" for point in points))
+        figures = [f"{point[curve.quality]:>{size}.3f}" for point, size in zip(points, wide, strict=True)]
+        lines.append("".join([line, *figures]))
     text = ", ".join(f"{name} {size:.0f}" for name, size in curve.text_bytes.items())
     return "\n".join([*lines, f"the same {curve.examples} contexts as text, mean bytes: {text}"])
 

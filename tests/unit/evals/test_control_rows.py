@@ -312,3 +312,10 @@ def test_followed_messages_are_counted_among_followed_texts():
 def test_a_prediction_is_the_first_line_unless_a_reference_has_several(answer, prediction):
     example = Example("1", "text", "who?", (answer,))
     assert control_rows.judge(example, " Mara\nLisbon\nQuestion: and ")["prediction"] == prediction
+
+
+def test_a_first_token_that_takes_minutes_stands_apart_from_its_neighbours():
+    figures = dict.fromkeys(("em", "f1", "nll", "accuracy", "first_token", "first_5", "distinct"), 0.5)
+    figures |= {"positions": 14_270.5, "first_token_seconds": 122.0, "f1_interval": None}
+    line = comparison.table({"llama": {"text": figures}}).splitlines()[-1]
+    assert line.split()[2:4] == ["14270.5", "122,000.0"]

@@ -124,3 +124,12 @@ def test_csv_and_picture_have_every_point_and_texts_are_coded_one_by_one(wire, f
     texts = [measured.encoded.examples[measured.indices[i]].context.encode() for i in (0, 2, 4)]
     assert found.text_bytes["UTF-8"] == np.mean([len(text) for text in texts])
     assert found.text_bytes["gzip"] == np.mean([len(gzip.compress(text, 9)) for text in texts])
+
+
+def test_columns_on_a_terminal_stand_apart_and_under_their_readers(found):
+    names = ["a_reader_with_a_long_name", "another_one_that_is_longer"]
+    points = [point | {"reader": name} for point in found.points for name in names]
+    head, *lines = quality_curve.table(dataclasses.replace(found, points=points)).splitlines()[:-1]
+    ends = [head.index(name) + len(name) + len(" nll") for name in names]
+    assert head.split()[-4:] == [names[0], "nll", names[1], "nll"]
+    assert len(lines) == 3 and all(line[end - 4] == "." and len(line) == ends[1] for line in lines for end in ends)
