@@ -26,6 +26,7 @@ MARKERS = {16: "o", 8: "s", 6: "D", 4: "^", 2: "v"}  # by bits a value
 COLOURS = matplotlib.color_sequences["petroff10"]  # distinct for colour-blind readers too [Petroff, 2021]
 matplotlib.rcParams["text.parse_math"] = False  # names of tasks and readers may hold "$"
 FEW = 40  # a line of at most so many points marks each one
+POINTS = {"-": "o", "--": "x", ":": "+"}  # by style: a single point has no line that would tell them apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ def draw_panels(
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for place, panel in zip(axes, panels, strict=True):
         for line in panel.lines:
-            marker = "o" if len(line.steps) <= FEW else ""
+            marker = POINTS[line.style] if len(line.steps) <= FEW else ""
             place.plot(
                 line.steps,
                 line.values,
@@ -68,7 +69,7 @@ def draw_panels(
                 linestyle=line.style,
                 linewidth=1.5,
                 marker=marker,
-                markersize=3,
+                markersize=3 if marker == "o" else 6,
                 label=line.label,
             )
         if panel.is_logarithmic:

@@ -5,6 +5,7 @@ from matplotlib.colors import to_hex
 from lw_jax.core import eval_rows
 from lw_jax.evals.results import Curve
 from lw_jax.report import figures
+from lw_jax.report.figures import Line, Panel
 from tests import runs
 
 
@@ -21,3 +22,9 @@ def test_each_row_has_a_colour_of_its_own():
     (legend,) = figures.draw_rows({"llama": rows}, None).legends
     colours = {to_hex(handle.get_color()[0]) for handle in legend.legend_handles}
     assert len(colours) == len(rows) > len(figures.COLOURS)
+
+
+def test_lines_of_one_colour_are_told_apart_where_each_is_a_single_point():
+    lines = [Line(style, [30], [1.0], 0, style) for style in ("-", "--", ":")]
+    drawn = figures.draw_panels([Panel("answer", "NLL", lines, False)]).axes[0].lines
+    assert len({line.get_marker() for line in drawn}) == len(lines)
