@@ -10,7 +10,7 @@ UNDER_USED = 0.5  # mean utilisation below it is a finding
 LOW_MEMORY = 0.5  # peak memory below this share of the limit: the micro-batch could grow
 UNBALANCED = 0.2  # difference of mean utilisation or peak memory between devices
 HOT_CELSIUS, HOT_UTILISATION = 80, 0.8
-MIN_SAMPLES = 10  # no findings about a shorter run
+MIN_SAMPLES = 10  # no findings about a device that was in use for less, as one of a start that failed
 DEVICE = {  # of devices.jsonl: name -> (heading, factor)
     "utilisation": ("utilisation, %", 100),
     "memory_bytes": ("memory, GB", 1e-9),
@@ -54,9 +54,8 @@ def _cells(device: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str])
 
 
 def findings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    groups = by_device(rows)
-    if min((sum(row["samples"] for row in group) for group in groups.values()), default=0) < MIN_SAMPLES:
-        return []
+    devices = by_device(rows).items()
+    groups = {device: group for device, group in devices if sum(row["samples"] for row in group) >= MIN_SAMPLES}
     used = {device: [row for row in group if "utilisation" in row] for device, group in groups.items()}
     use = {device: mean_of(group, "utilisation") for device, group in used.items() if group}
     memory = {device: share for device, group in groups.items() if (share := _share(group))}

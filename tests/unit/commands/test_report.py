@@ -301,6 +301,10 @@ def device_rows(*devices: tuple[float, int | None, int], samples: int = 10) -> l
         (device_rows((0.9, 52, 55), (0.9, 90, 55)), ["unbalanced: .*gpu0 52%, gpu1 90%"]),
         (device_rows((0.9, 60, 84), (0.9, 60, 79), (0.8, 60, 84)), ["hot: gpu0 spent 10s"]),
         (device_rows((0.1, 31, 84), samples=9), []),
+        (  # two devices in a start that failed, then one of them alone
+            [*device_rows((0.1, 31, 55), (0.0, 31, 55), samples=1), *device_rows((0.41, 72, 55))],
+            [r"under-used: gpu0 \(38%\).*checkpoints"],
+        ),
     ],
 )
 def test_badly_used_devices_are_named(rows: list[dict[str, Any]], found: list[str]) -> None:
