@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypedDict
 import msgspec
 from msgspec import Meta
 
+from lw_jax.core.eval_rows import OF_CACHE
 from lw_jax.core.schema import Index, Size
 
 REFERENCE_ROWS = ("text", "none")  # control rows that a curve is compared with
@@ -54,6 +55,11 @@ COMPARISON = {  # figures of `comparison.compare`
     "gap_f1": Column("gap of F1", "points", 100, True),
     "gap_nll": Column("gap of NLL", "nats a token", 1, True),
     "follows": Column("follows a changed message, of changed texts followed", "%", 100, True),
+}
+COMPARISON |= {  # the same shares of a cache's rows
+    f"{name}_{row}": COMPARISON[name]._replace(label=f"{COMPARISON[name].label} of row {row}")
+    for row in OF_CACHE
+    for name in ("normalised_f1", "recovered_nll")
 }
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lw_jax.core.eval_rows import ROWS
+from lw_jax.core.eval_rows import OF_CACHE, ROWS
 from lw_jax.data.example_counts import REASONS
 from lw_jax.evals import verdict
 from lw_jax.evals.results import COLUMNS, COMPARISON, PLAIN, ROW, Column, Curve
@@ -16,8 +16,8 @@ TITLES = {  # of rows in the examples
     "text_taught": "from the text, the form of the answer taught",
     "latents": "from its latents",
     "shuffled": "from another text's latents",
-}
-HEADLINE = ("latents", "shuffled", "random", "none")  # rows whose F1 a page says first
+} | {row: f"from its message, row {row}" for row in OF_CACHE}
+HEADLINE = ("latents", *OF_CACHE, "shuffled", "random", "none")  # rows whose F1 a page says first
 EXAMPLES = 20
 GEOMETRY = {
     "inputs": "texts",
@@ -65,8 +65,12 @@ def verdicts(run: Run) -> list[Verdict]:
             if figures.get(name) is not None:
                 value, span = _cells(figures, name, column)
                 shown.append(f"{column.label} {value} {column.unit} ({span})")
-        reasons = [f"{name}: {figures[f'{name}_reason']}" for name in COMPARISON if figures.get(f"{name}_reason")]
-        lines.append(Verdict(key, f"{reader}: {verdict.WORDS[key]}" + "; ".join(["", *shown, *reasons])))
+        reasons: dict[str, str] = {}  # each with the first figure that it leaves unknown
+        for name in COMPARISON:
+            if reason := figures.get(f"{name}_reason"):
+                reasons.setdefault(reason, name)
+        shown += [f"{name}: {reason}" for reason, name in reasons.items()]
+        lines.append(Verdict(key, f"{reader}: {verdict.WORDS[key]}" + "; ".join(["", *shown])))
     return sorted(lines, key=lambda line: -order.index(line.key))
 
 
@@ -123,12 +127,16 @@ def meanings(readers: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def control(rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, Column] = ROW) -> Table:
-    measured = {name: column for name, column in columns.items() if any(name in figures for figures in rows.values())}
-    return _compare("row", rows, measured)
+    return _compare("row", rows, _measured(columns, rows))
 
 
 def between(readers: Mapping[str, Mapping[str, Any]]) -> Table:
-    return _compare("reader", readers, {"fewer_positions": Column("fewer reader positions, x")} | COMPARISON)
+    columns = {"fewer_positions": Column("fewer reader positions, x")} | COMPARISON
+    return _compare("reader", readers, _measured(columns, readers))
+
+
+def _measured(columns: Mapping[str, Column], named: Mapping[str, Mapping[str, Any]]) -> dict[str, Column]:
+    return {name: column for name, column in columns.items() if any(name in figures for figures in named.values())}
 
 
 def joint(found: Mapping[str, Any]) -> Table:
@@ -194,7 +202,8 @@ def sizes(curve: Curve) -> Table:
 def shown_rows(predictions: Iterable[Prediction]) -> tuple[str, ...]:
     """Returns the rows whose answers stand side by side: the text, the message and its control, as measured."""
     measured = {record["row"] for record in predictions}
-    return "text_taught" if "text_taught" in measured else "text", "latents", "shuffled"
+    sent = next((row for row in ("latents", *OF_CACHE) if row in measured), "latents")
+    return "text_taught" if "text_taught" in measured else "text", sent, "shuffled"
 
 
 def examples(predictions: Sequence[Prediction], rows: Sequence[str]) -> tuple[list[Example], int]:

@@ -133,6 +133,22 @@ def test_verdict_says_positions_speed_and_the_f1_of_message_and_controls(tmp_pat
     assert "1.25 times more" in slower and "2.00 times later" in slower
 
 
+def test_shares_of_a_caches_rows_stand_in_the_verdict_and_the_comparison(tmp_path: Path) -> None:
+    folder, told = write_run(tmp_path / "run"), evaluation()
+    told["readers"] = {"llama": {"upper": "text", "normalised_f1_all": None, "normalised_f1_quarter": None}}
+    told["readers"]["llama"] |= {f"normalised_f1_{row}_reason": "text is no better" for row in ("all", "quarter")}
+    told["readers"]["llama"] |= {"recovered_nll_quarter": 0.9632, "recovered_nll_quarter_interval": [0.952, 0.973]}
+    write_evaluation(folder, told)
+    found = records.read(folder)
+    (line,) = tables.verdicts(found)
+    assert "quarter 96.3 % (95.2 .. 97.3)" in line.text and line.text.count("text is no better") == 1
+    table = tables.between(found.evaluation["readers"])
+    assert table.rows == [["llama", "unknown", "unknown", "unknown", "unknown", "96.3", "95.2 .. 97.3"]]
+    assert len(table.head) == len(table.rows[0])
+    told = [record | {"row": "quarter"} for record in predictions() if record["row"] == "latents"]
+    assert tables.shown_rows(told)[1] == "quarter" in tables.TITLES
+
+
 def test_twenty_examples_are_spread_over_the_file_with_right_answers_marked(page: Reader) -> None:
     assert "20 of the 43 examples" in page.text("p")
     shown = [int(found) for found in re.findall(r"Question (\d+)\?", page.text("td"))]
