@@ -80,6 +80,7 @@ def _curves(run: Run) -> dict[str, Any]:
 def _language(run: Run) -> dict[str, Any]:
     step, spans = language.positions(run)
     positions, memory = language.by_position(spans), language.memory(run)
+    known = {row[0] for row in memory.rows} if memory else set()
     names, losses = [row[0] for row in positions.rows], [loss for _, _, loss in spans]
     drawn = figures.draw_positions(names, losses) if spans else None
     return {
@@ -91,7 +92,7 @@ def _language(run: Run) -> dict[str, Any]:
         "devices": language.device_count(run),
         "balance": language.balance(run),
         "memory": memory,
-        "memory_whole": memory is not None and {"activations and gradients", "peak"} <= {row[0] for row in memory.rows},
+        "memory_lacks": [name for name in ("activations and gradients", "peak") if name not in known],
         "scaling": scaling.tables(run),
         "configurations": scaling.configurations(run),
         "shares_cores": scaling.shares_cores(run),

@@ -80,6 +80,14 @@ def test_memory_is_of_the_newest_checkpoint_and_of_the_step_that_is_this_runs(tm
     assert table.rows[-1] == ("peak", "5.00 GB", "measured, 2 x cpu, compiled")
 
 
+@pytest.mark.parametrize("peak", [{}, {"peak_bytes": 6e9}])
+def test_a_peak_that_devices_reported_is_not_called_unmeasured(peak: dict[str, float], tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    write_lines(folder / "devices.jsonl", [{"device": "gpu0", "samples": 1, "seconds": 10.0} | peak])
+    told = page_of(folder).text("p")
+    assert "activations" in told.lower() and ("peak" in told) == (not peak)
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "vocab", "rows", "bound"),
     [("bytes", 0, 257, ", "), ("some/words", 300, 300, ", "), ("some/words", 0, 320, ", up to ")],
