@@ -136,7 +136,7 @@ def tokens_a_step(run: Run) -> str:
 
 
 def balance(run: Run) -> str:
-    groups = by_device(row for row in run.devices if "utilisation" in row)
+    groups = by_device(row for row in run.last_devices if "utilisation" in row)
     if not groups:
         return ""
     means = [mean_of(rows, "utilisation") for rows in groups.values()]
@@ -158,7 +158,7 @@ def memory(run: Run) -> Table | None:
         where = f"{matching['kind']}, {matching['devices']} x {matching['target']}, {matching['peak_from']}"
         for name in ("weights", "optimizer", "activation", "peak"):
             cells.setdefault(name, (matching[f"{name}_bytes"], where))
-    peaks = [row["peak_bytes"] for row in run.devices if "peak_bytes" in row]
+    peaks = [row["peak_bytes"] for row in run.last_devices if "peak_bytes" in row]
     if peaks:
         cells["peak"] = (max(peaks), "devices.jsonl, maximum over devices")
     if not cells:

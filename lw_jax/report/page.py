@@ -139,7 +139,7 @@ def _made(run: Run) -> dict[str, Any]:
         "texts": {name: run.texts.get(name, "").strip() for name in records.TEXTS},
         "config": "\n".join(f"{path}: {value!r}" for path, value in flat.items()),
         "devices": device_use.table(run.devices) if run.devices else None,
-        "device_findings": device_use.findings(run.devices),
+        "device_findings": device_use.findings(run.last_devices),
     }
 
 

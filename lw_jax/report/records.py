@@ -46,6 +46,7 @@ class Hardware(TypedDict, total=False):
     kind: Word  # platform
     card: Word  # empty for a CPU
     since_step: Index  # they are those of the steps behind it
+    since_time: float  # and since then
 
 
 class Scaling(TypedDict):
@@ -119,6 +120,11 @@ class Run:
         command = self.texts.get("command.txt", "").strip()
         called = f"python {command}" if command.startswith("run.py") else command
         return called or self.command("train", "--config", "FILE")
+
+    @property
+    def last_devices(self) -> list[dict[str, Any]]:
+        """Samples of the devices on which the run goes on, without those that it has left."""
+        return [row for row in self.devices if row.get("time", 0) >= self.hardware.get("since_time", 0)]
 
     @property
     def curve(self) -> Curve | None:

@@ -293,6 +293,15 @@ def test_devices_are_summarised_over_all_processes(tmp_path: Path) -> None:
     assert cells[cells.index("gpu1") :][:6] == ["gpu1", "0.50", "20.0", "20.0 .. 20.0", "3.0", "unknown"]
 
 
+def test_findings_are_of_the_devices_on_which_a_run_goes_on(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    left, here = device_rows((0.0, 31, 55), (0.9, 72, 55))
+    write_lines(folder / "devices.jsonl", [left | {"time": 1.0}, here | {"time": 9.0}])
+    (folder / "hardware.json").write_text(json.dumps({"devices": 1, "since_time": 5.0}), "utf-8")
+    page = page_of(folder)
+    assert "gpu0" in page.cells() and not {"under-used", "unbalanced"} & set(page.text("li").replace(":", "").split())
+
+
 def device_rows(*devices: tuple[float, int | None, int], samples: int = 10) -> list[dict[str, Any]]:
     """A row of 10 s of each device: its utilisation, the share of its memory in percent, its temperature."""
     return [

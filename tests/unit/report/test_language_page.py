@@ -63,6 +63,12 @@ def test_speed_is_the_median_of_the_log_together_and_a_device(tmp_path: Path) ->
     assert language.speed(records.read(folder)).rows[1][:2] == ("tokens/s a device, of 2", "3,500"), "of the last start"
     assert language.memory(run).rows[-1][:2] == ("peak", "6.00 GB")
     assert "50.0% .. 55.0%" in language.balance(run)
+    write_lines(folder / "devices.jsonl", [*rows, rows[0] | {"time": 9.0, "utilisation": 0.9, "peak_bytes": 4e9}])
+    (folder / "hardware.json").write_text(json.dumps({"devices": 1, "since_step": 35, "since_time": 5.0}))
+    run = records.read(folder)
+    assert [row["device"] for row in run.last_devices] == ["gpu0"]
+    assert "the one device: 90.0%" in language.balance(run), "which the run has left are idle"
+    assert language.memory(run).rows[-1][:2] == ("peak", "4.00 GB")
 
 
 def test_memory_is_of_the_newest_checkpoint_and_of_the_step_that_is_this_runs(tmp_path: Path) -> None:
