@@ -237,9 +237,10 @@ def _ask(
             yield _Request(name, row, fields, slots, bench.prompt(inputs, name, row=row, latents=sent))
 
 
-def describe_cut_answers(encoded: Encoded, options: config.Eval) -> list[str]:
-    """Returns a line for each reader some of whose reference answers are longer than what it may generate."""
-    lines, indices = [], spread(len(encoded), options.examples)
+def describe_measured(encoded: Encoded, options: config.Eval) -> list[str]:
+    """Returns lines: how many are measured, if not all, and of how many a reader cannot generate the whole answer."""
+    indices = spread(len(encoded), options.examples)
+    lines = [f"  {len(indices):,} of them are measured"] if len(indices) < len(encoded) else []
     for name, fields in encoded.readers.items():
         lengths = (len(fields["answer"].ids[index]) - 1 for index in indices)  # without EOS
         if count := sum(length > options.max_new_tokens for length in lengths):

@@ -15,7 +15,7 @@ from lw_jax.data.batches import Encoded, one_context
 from lw_jax.data.examples import spread
 from lw_jax.evals import cache_rows, swaps
 from lw_jax.evals.comparison import Record
-from lw_jax.evals.control_rows import Measured, describe_cut_answers, follow
+from lw_jax.evals.control_rows import Measured, describe_measured, follow
 from lw_jax.evals.first_token import Times, fastest, median_text
 from lw_jax.evals.record_log import RecordLog
 from lw_jax.inference.coded_wire import CodedWire
@@ -42,7 +42,7 @@ def measure(
     """
     recipe, options = wire.recipe, wire.recipe.cfg.eval
     encoded = recipe.encode(recipe.questions("validation", least=options.examples))
-    say("held-out data: " + "\n".join([*encoded.describe(), *describe_cut_answers(encoded, options)]))
+    say("held-out data: " + "\n".join([*encoded.describe(), *describe_measured(encoded, options)]))
     rows = _rows(options.rows, several=not one_context(encoded.examples), say=say)
     indices, ratio = spread(len(encoded), options.examples), wire.ratio or recipe.cfg.encoder.ratio
     bench = cache_rows.CacheSession(wire.functions, wire.frozen, recipe.tokenizers, wire.codes, ratio, taught=taught)

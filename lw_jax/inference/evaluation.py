@@ -160,7 +160,7 @@ def measure(
     bench = bench or _bench(wire, batch)
     with phase("reading and tokenising the held-out data"):
         encoded = recipe.data("validation", rows=eval_rows.fields_of(options.rows), least=options.examples)
-    _say("held-out data: " + "\n".join([*encoded.describe(), *control_rows.describe_cut_answers(encoded, options)]))
+    _say("held-out data: " + "\n".join([*encoded.describe(), *control_rows.describe_measured(encoded, options)]))
     options = _without_other_texts(options, encoded)
     _check_positions(recipe, encoded, options)
     changed = _make_swaps(recipe, encoded)

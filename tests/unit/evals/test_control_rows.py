@@ -58,16 +58,17 @@ def test_every_example_is_measured_once_in_each_row(measured):
         assert encoded.examples[record["index"]].id == record["id"]
 
 
-def test_answers_longer_than_what_is_generated_are_counted(measured):
+def test_measured_questions_and_answers_longer_than_what_is_generated_are_counted(measured):
     recipe, *_, found, _ = measured
     lengths = [len(found.encoded.readers["qwen"]["answer"].ids[index]) - 1 for index in found.indices]
     told = [
-        control_rows.describe_cut_answers(
-            found.encoded, dataclasses.replace(recipe.cfg.eval, examples=COUNT, max_new_tokens=most)
+        control_rows.describe_measured(
+            found.encoded, dataclasses.replace(recipe.cfg.eval, examples=examples, max_new_tokens=most)
         )
-        for most in (max(lengths), max(lengths) - 1)
+        for examples, most in ((0, 99), (COUNT, max(lengths)), (COUNT, max(lengths) - 1))
     ]
-    assert told[0] == [] and f"answers of {lengths.count(max(lengths))} of {COUNT} " in told[1][0]
+    assert told[0] == [] and told[1] == told[2][:-1] == [f"  {COUNT} of them are measured"]
+    assert f"answers of {lengths.count(max(lengths))} of {COUNT} " in told[2][-1]
 
 
 def test_rows_find_their_programs_compiled(measured, compiled, monkeypatch):
