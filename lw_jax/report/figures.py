@@ -161,7 +161,7 @@ def draw_rows(readers: Mapping[str, Mapping[str, Any]], curve: Curve | None) -> 
             x, y = _by_slots(curve, reader, quality)
             if len(x) > 1:
                 panel.plot(x, y, "o-", color="gray", markersize=4, linewidth=1, zorder=2, label="messages by slots")
-            panel.set_ylabel(f"{reader}: {QUALITIES[quality]}")
+            panel.set_ylabel(f"{reader}\n{QUALITIES[quality]}")
             panel.margins(0.08)
             panel.grid(alpha=0.3)
     for panel in panels[-1]:
@@ -233,7 +233,7 @@ def _draw_reader(panel: Axes, curve: Curve, reader: str) -> None:
         panel.axvline(size, color="gray", linestyle="--", linewidth=1, zorder=1)
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    panel.set_ylabel(f"{reader}: {QUALITIES[curve.quality]}")
+    panel.set_ylabel(f"{reader}\n{QUALITIES[curve.quality]}")
     panel.margins(y=0.12)
 
 

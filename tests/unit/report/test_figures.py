@@ -28,3 +28,15 @@ def test_lines_of_one_colour_are_told_apart_where_each_is_a_single_point():
     lines = [Line(style, [30], [1.0], 0, style) for style in ("-", "--", ":")]
     drawn = figures.draw_panels([Panel("answer", "NLL", lines, False)]).axes[0].lines
     assert len({line.get_marker() for line in drawn}) == len(lines)
+
+
+def test_labels_of_readers_with_long_names_stand_apart():
+    told, names = runs.evaluation()["curve"], [f"a_reader_of_thirty_letters_{n}" for n in ("one", "two")]
+    curve = Curve(**told | {"points": [told["points"][0] | {"reader": name} for name in names], "references": {}})
+    for figure in (
+        figures.draw_curve(curve),
+        figures.draw_rows({name: {"text": runs.figures(0.5)} for name in names}, None),
+    ):
+        figure.canvas.draw()
+        upper, lower = (figure.axes[place].yaxis.label.get_window_extent() for place in (0, len(figure.axes) // 2))
+        assert upper.y0 > lower.y1
