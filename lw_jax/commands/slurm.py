@@ -16,7 +16,7 @@ from lw_jax.slurm import job_script, past_runs, size_comparison
 from lw_jax.slurm.cluster_profile import PORTABLE, Site, find_site
 from lw_jax.slurm.job import Job, Request, describe_limit, make_job
 from lw_jax.slurm.past_runs import Record
-from lw_jax.training import preflight
+from lw_jax.training import preflight, run_folder
 from sharding.errors import PlacementError
 
 
@@ -84,6 +84,7 @@ def _write_list(args: argparse.Namespace, tasks: Sequence[Loaded]) -> None:
 def _plan_job(
     task: Loaded, measured: Path | None, *, args: argparse.Namespace, site: Site
 ) -> tuple[Plan, Record | None, Job]:
+    run_folder.check_run(task.cfg, task.workdir)  # or the job would wait in the queue to be refused
     plan = planner.plan_run(task.cfg, resolve_target(args.target or "", config=task.spec))
     record = past_runs.read(measured, task.cfg, plan) if measured else None
     script = PROJECT / "run.py"

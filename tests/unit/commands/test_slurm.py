@@ -16,6 +16,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.planning import hardware, planner
 from lw_jax.planning.plans import StepPlan
 from lw_jax.slurm import size_comparison
+from lw_jax.training import run_folder
 from tests import tiny
 from tests.unit.slurm.test_job import PLAN, planned, resolve
 
@@ -74,6 +75,17 @@ def test_a_data_file_that_is_not_there_is_told_and_refused_where_the_job_is_queu
     )
     with pytest.raises(UserError, match=r"data\.train='no/rows\.jsonl'"):
         call(changes=missing, submit=True)
+
+
+def test_a_folder_in_which_training_would_refuse_the_job_is_refused_before_it_is_written(call, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "mine"
+    run_folder.write_workdir(folder, cfg=resolve(), base={}, command=())
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
+    with pytest.raises(UserError, match=r"runs/mine: the run there differs in optim\.learning_rate"):
+        call(changes={"optim.learning_rate": 3e-5})
+    assert not (folder / "job.sbatch").exists()
+    call()  # which resumes the run
+    assert (folder / "job.sbatch").exists()
 
 
 def test_sizes_that_cannot_be_compared_cost_no_job(call, tmp_path: Path, monkeypatch, capsys) -> None:
