@@ -314,5 +314,5 @@ def _fitting(batch: out_of_memory.HalvingBatch, options: Eval, compute: Callable
     try:
         return batch.run(lambda size: compute(dataclasses.replace(options, batch=size)))
     except out_of_memory.OutOfMemory as error:
-        remedy = "split the readers (--config.mesh.placement=tensor) or store them in fewer bits"
+        remedy = "split the readers (--config.mesh.placement=tensor) or take devices with more memory"
         raise UserError(f"{error}; {remedy}") from error

@@ -159,8 +159,9 @@ def test_what_does_not_fit_into_memory_is_measured_in_smaller_batches(wire, monk
     told = [line for line in capsys.readouterr().out.splitlines() if "out of memory" in line]
     assert ["eval.batch=3: now 1" in line for line in told] == [True]
     monkeypatch.setattr(evaluation.control_rows, "measure", exhaust(1))
-    with pytest.raises(UserError, match="mesh.placement=tensor"):
+    with pytest.raises(UserError, match="mesh.placement=tensor") as refusal:
         evaluation.measure(wire)
+    assert "bits" not in str(refusal.value), "llms.NAME.weights are the run's: another value is refused"
 
 
 def test_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(wire, tmp_path):
