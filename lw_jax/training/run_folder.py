@@ -239,9 +239,10 @@ def check_run(cfg: Config, workdir: Path) -> None:
 
     A run that was refused before its first row and checkpoint is no obstacle: the mended configuration replaces it.
     """
+    saved = (workdir / "config.json").exists()
     if has_trained(workdir):
         check_agreement(cfg, workdir)
-        before, now = (validation_examples(config) for config in (read_config(workdir), cfg))
+        before, now = (validation_examples(config) for config in (read_config(workdir) if saved else cfg, cfg))
         if now != before and cfg.train.steps:
             raise UserError(
                 f"{workdir}: config.eval.examples={before or 'all'} there, {now or 'all'} here: scores of its "
@@ -251,7 +252,7 @@ def check_run(cfg: Config, workdir: Path) -> None:
     if (workdir / EVALUATION).exists():
         rule = "results of another wire, which would be taken for this run's: name another --workdir, or remove them"
         raise UserError(f"{workdir / EVALUATION}: {rule}")
-    if (workdir / "config.json").exists():
+    if saved:
         read_config(workdir)  # refuses a file that is not a run's, as a model's folder has, before it is replaced
 
 

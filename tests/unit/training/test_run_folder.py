@@ -56,6 +56,12 @@ def test_other_run_in_the_same_folder_is_refused_and_nothing_is_overwritten(tmp_
         _write(tmp_path, _build(seed=7, **{"eval.examples": 3}))  # scores would be of other examples
 
 
+def test_a_run_whose_configuration_is_lost_goes_on_as_its_checkpoints_say_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+    _write(tmp_path, _build(seed=7))
+    assert run_folder.read_config(tmp_path).seed == 7
+
+
 def test_mended_configuration_of_a_run_that_was_refused_before_it_trained_is_accepted(tmp_path: Path) -> None:
     _write(tmp_path, _build(seed=7))
     (tmp_path / "checkpoints").mkdir()
