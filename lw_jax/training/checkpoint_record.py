@@ -144,9 +144,10 @@ def check_identity(path: Path, saved: dict[str, str], own: dict[str, str]) -> No
     for key in sorted(own.keys() | (saved.keys() - set(_CONTENT))):
         there, here = saved.get(key, "(absent)"), own.get(key, "(absent)")
         if there != here:
+            made = "data" if key in _CONTENT else "configuration" if key == "config" else "models"
             raise UserError(
                 f"{path.parent}: checkpoint {path.name} was made with {key}={there}, this run has {key}={here}; give "
-                "another --workdir, or use the configuration that made it"
+                f"another --workdir, or use the {made} that made it"
             )
 
 

@@ -95,8 +95,9 @@ def test_file_edited_in_place_is_refused_by_name_where_a_run_is_resumed(make, tm
     write(tmp_path / f"{file}.jsonl", edit=file != "validation")
     changed = recipes.identity(make(kind), first.cfg)
     assert [each for each in identity if identity[each] != changed.get(each)] == [key]
-    with pytest.raises(UserError, match=rf"checkpoint 3 .*{key}="):
+    with pytest.raises(UserError, match=rf"checkpoint 3 .*{key}=.*data") as refusal:
         open_folder(tmp_path / "saved", changed)
+    assert "configuration" not in str(refusal.value), "it is the same"
 
 
 def test_same_rows_elsewhere_and_made_cards_have_the_same_content(make, root, tmp_path):
