@@ -37,8 +37,8 @@ from sharding import place
 
 StopRequested = Callable[[int], bool]
 REMEDY = (  # of a collapse
-    "The checkpoint is kept. To continue anyway: --config.train.alarm=warn, or a later train.alarm_step. To repair: a "
-    "lower optim.learning_rate, adapter.start='aligned', stages.pretrain.share, more examples"
+    "The checkpoint is kept. To continue anyway: --config.train.alarm=warn, or --config.train.alarm_step=0. To repair: "
+    "a lower optim.learning_rate, adapter.start='aligned', stages.pretrain.share, more examples"
 )
 
 
