@@ -244,9 +244,10 @@ def check_run(cfg: Config, workdir: Path) -> None:
         check_agreement(cfg, workdir)
         before, now = (validation_examples(config) for config in (read_config(workdir) if saved else cfg, cfg))
         if now != before and cfg.train.steps:
+            others = " (`eval` takes any)" if cfg.recipe == "latentwire" else ""
             raise UserError(
                 f"{workdir}: config.eval.examples={before or 'all'} there, {now or 'all'} here: scores of its "
-                "checkpoints would be of other examples; keep it (`eval` takes any), or name another --workdir"
+                f"checkpoints would be of other examples; keep it{others}, or name another --workdir"
             )
         return
     if (workdir / EVALUATION).exists():

@@ -56,6 +56,17 @@ def test_other_run_in_the_same_folder_is_refused_and_nothing_is_overwritten(tmp_
         _write(tmp_path, _build(seed=7, **{"eval.examples": 3}))  # scores would be of other examples
 
 
+def test_other_held_out_examples_are_refused_and_eval_is_named_where_it_takes_the_run(tmp_path: Path) -> None:
+    values = base.get_config("dpo")
+    values.llms.policy = base.llm("folder/policy")
+    _write(tmp_path, config.build(values))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 5}\n', encoding="utf-8")
+    values.eval.examples = 3
+    with pytest.raises(UserError, match=r"eval\.examples=64 there, 3 here") as refusal:
+        _write(tmp_path, config.build(values))
+    assert "`eval`" not in str(refusal.value), "it evaluates wires alone"
+
+
 def test_a_run_whose_configuration_is_lost_goes_on_as_its_checkpoints_say_what_it_is(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "5").mkdir(parents=True)
     _write(tmp_path, _build(seed=7))
