@@ -46,7 +46,7 @@ class Hardware(TypedDict, total=False):
     kind: Word  # platform
     card: Word  # empty for a CPU
     since_step: Index  # they are those of the steps behind it
-    since_time: float  # and since then
+    since_time: Annotated[float, Meta(ge=0, le=LARGEST)]
 
 
 class Scaling(TypedDict):
