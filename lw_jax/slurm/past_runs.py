@@ -127,5 +127,10 @@ def _check_machine(workdir: Path, hardware: HardwareRecord, plan: Plan) -> None:
 
 def _placed_otherwise(hardware: HardwareRecord, chosen: Candidate | None) -> list[str]:
     planned = chosen.overrides() if chosen else {}
-    pairs = (("placement", hardware.strategy, "mesh.placement"), ("remat", hardware.remat, "compute.remat"))
-    return [f"{name}: {old} -> {planned[key]}" for name, old, key in pairs if planned.get(key, old) != old]
+    pairs = (
+        ("placement", hardware.strategy, "mesh.placement"),
+        ("data axis", hardware.data, "mesh.data"),
+        ("remat", hardware.remat, "compute.remat"),
+    )
+    known = [(name, old, planned.get(key, old)) for name, old, key in pairs if old is not None]
+    return [f"{name}: {old} -> {new}" for name, old, new in known if new not in (old, -1)]

@@ -158,6 +158,10 @@ def test_what_else_differs_is_told(tmp_path) -> None:
     other = write(tmp_path / "other", changed, hardware=HARDWARE | {"strategy": "replicate"})
     (line,) = past_runs.read(other, resolve(), PLAN).describe_differences()
     assert "placement: replicate -> fsdp; data.context_tokens: 97 -> " in line
+    axes = dataclasses.replace(PLAN, chosen=dataclasses.replace(PLAN.chosen, strategy="tensor", data=1, model=3))
+    other = write(tmp_path / "axes", resolve(), hardware=HARDWARE | {"strategy": "tensor", "data": 3})
+    (line,) = past_runs.read(other, resolve(), axes).describe_differences()
+    assert "data axis: 3 -> 1" in line
 
 
 # --- the verb ---

@@ -14,8 +14,8 @@ from sharding import placement
 CFG = config.build(base.get_config())
 
 
-def write(folder, *, data: int, step: int) -> dict[str, Any]:
-    mesh = meshes.make(data=data, model=1, devices=jax.devices()[:data])
+def write(folder, *, data: int, step: int, model: int = 1) -> dict[str, Any]:
+    mesh = meshes.make(data=data, model=model, devices=jax.devices()[: data * model])
     hardware_record.write(folder, CFG, placement.one_mesh(mesh, ["llama"]), card="h100", step=step)
     return json.loads((folder / hardware_record.FILE).read_text())
 
@@ -33,3 +33,10 @@ def test_run_that_begins_again_elsewhere_before_its_first_checkpoint_is_measured
     assert write(tmp_path, data=1, step=0)["since_time"] == 0
     found = write(tmp_path, data=5, step=0)
     assert found["since_step"] == 0 and found["since_time"] > 0
+
+
+def test_the_same_devices_on_other_axes_are_measured_from_there_on(tmp_path) -> None:
+    first = write(tmp_path, data=4, step=0)
+    assert write(tmp_path, data=2, model=2, step=70)["since_step"] == 70
+    (tmp_path / hardware_record.FILE).write_text(json.dumps({k: v for k, v in first.items() if k != "data"}))
+    assert write(tmp_path, data=2, model=2, step=90)["since_step"] == 0, "an earlier version's record knows no axes"
