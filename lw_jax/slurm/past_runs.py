@@ -14,7 +14,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.files import expand
 from lw_jax.planning import gpus
 from lw_jax.planning.plans import Candidate, Plan
-from lw_jax.training import hardware_record
+from lw_jax.training import hardware_record, metrics
 from lw_jax.training.hardware_record import HardwareRecord
 from lw_jax.training.run_folder import read_config, read_devices, read_metrics
 
@@ -65,7 +65,7 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
     _check_machine(workdir, hardware, plan)
     log = workdir / "metrics.jsonl"
     rows = [row for row in read_metrics(log) if row["step"] > hardware.since_step] if log.exists() else []
-    seconds = _seconds_by_stage(rows, old)
+    seconds = _seconds_by_stage(rows, old, since=hardware.since_step)
     stages = {name: steps for name, _, steps in config.stages(cfg)}
     if missing := [name for name in stages if not seconds.get(name)]:
         rule = f"they are logged every train.log_every = {old.train.log_every} steps: let that run train longer"
@@ -85,17 +85,18 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
     )
 
 
-def _seconds_by_stage(rows: Sequence[Mapping[str, Any]], cfg: Config) -> dict[str, list[float]]:
+def _seconds_by_stage(rows: Sequence[Mapping[str, Any]], cfg: Config, *, since: int) -> dict[str, list[float]]:
     """Returns the logged laps of each stage of a run: a step of passages takes other seconds than one of questions.
 
-    A lap over the end of a stage is of both: a short one may have no other.
+    A lap over the end of a stage is of both: a short one may have no other. `since`: the step behind which rows begin.
     """
-    seconds, last, every = {}, 0, cfg.train.log_every
+    rows = [row for row in rows if not metrics.validates(row)]
+    laps = list(zip([since, *(row["step"] for row in rows)], rows, strict=False))
+    seconds, last = {}, 0
     for name, _, steps in config.stages(cfg):
         first, last = last, last + steps
-        own = (row for row in rows if first < row["step"] < last + every)
-        laps = [row.get("train/seconds_per_step") for row in own]
-        seconds[name] = [lap for lap in laps if isinstance(lap, (int, float)) and math.isfinite(lap) and lap > 0]
+        own = [row.get("train/seconds_per_step") for before, row in laps if before < last and first < row["step"]]
+        seconds[name] = [lap for lap in own if isinstance(lap, (int, float)) and math.isfinite(lap) and lap > 0]
     return seconds
 
 

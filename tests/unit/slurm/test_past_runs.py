@@ -73,6 +73,10 @@ def test_each_stage_counts_with_its_own_pace(tmp_path) -> None:
     laps = (2.0, 2.0, 2.0, 7.0, 7.0)
     found = past_runs.read(write(tmp_path / "staged", staged, laps=laps), staged, PLAN)
     assert found.step_seconds == pytest.approx(0.6 * 2.0 + 0.4 * 7.0)
+    often = {"train.steps": 50, "stages.pretrain.share": 0.4, "data.passages": "p.txt", "train.log_every": 100}
+    often = resolve(**often)  # checkpoints end rows at every tenth step
+    found = past_runs.read(write(tmp_path / "often", often, laps=(2.0, 2.0, 7.0, 7.0, 7.0)), often, PLAN)
+    assert found.step_seconds == pytest.approx(0.4 * 2.0 + 0.6 * 7.0)
     short = resolve(**{"train.steps": 50, "stages.pretrain.share": 0.1, "data.passages": "p.txt"})
     found = past_runs.read(write(tmp_path / "short", short, laps=laps), short, PLAN)
     assert found.step_seconds == pytest.approx(2.0), "no lap ends in a stage of five steps"
