@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import json
+import os
 import sys
 import time
 import types
@@ -50,6 +51,8 @@ def _join(step: Step, watch: Watch) -> None:
     watch.meet(JOIN)
     relay = Relay(step.host, step.port) if step.rank else None
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM now, see `agree_on_stops`
+    os.environ["no_grpc_proxy"] = "127.0.0.1"  # or gRPC asks a cluster's https_proxy for this machine, without end
+    jax.config.update("jax_check_proxy_envs", False)
     jax.distributed.initialize(
         coordinator_address=relay.address if relay else f"127.0.0.1:{step.port}",
         num_processes=step.count,

@@ -158,6 +158,34 @@ def test_wait_to_join_is_told_and_ends_at_once_on_a_signal(config_path, tmp_path
     assert "process 1 of 2" in told.read_text() and "Traceback" not in told.read_text()
 
 
+# Two processes that join, and end.
+JOINING = """
+from lw_jax.core import environment
+environment.hide_idle_cuda()
+from lw_jax.core import processes, runtime
+
+@processes.Together()
+def main():
+    assert runtime.start()
+
+main()
+"""
+
+
+@pytest.mark.slow
+def test_processes_join_past_the_proxies_of_a_cluster(tmp_path, monkeypatch):
+    (tmp_path / "run.py").write_text(JOINING, encoding="utf-8")
+    monkeypatch.setattr(sys.modules[__name__], "PROJECT", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with joined(folder=tmp_path, devices=1) as started:
+        assert [process.wait(60) for process in started] == [0, 0]
+    assert not [rank for rank in (0, 1) if "proxy" in (tmp_path / f"stderr-{rank}").read_text()]
+
+
 # A second process whose compiler says half as much again: alone it would take another placement and micro-batch.
 OTHERWISE = """
 import dataclasses, os, sys
