@@ -21,7 +21,7 @@ class Step:
     count: int
     host: str  # of the first process
     port: int
-    devices: tuple[int, ...]  # of its node that this process takes
+    devices: tuple[int, ...]  # of those that this process sees; none: it takes all
     name: str  # the same in all processes of the step, and in no other step
 
     @property
@@ -53,7 +53,7 @@ def read() -> Step | None:
         raise _refusal("SLURM_PROCID", f"a number below {count}, the tasks of the step, is needed")
     number = _number("SLURM_STEP_ID", "0")
     host, port = _address(job + number)
-    return Step(rank, count, host, port, _devices(), f"{job}.{number}")
+    return Step(rank, count, host, port, _devices(count), f"{job}.{number}")
 
 
 def _address(number: int) -> tuple[str, int]:
@@ -78,10 +78,14 @@ def _port(name: str, text: str) -> int:
     return int(text)
 
 
-def _devices() -> tuple[int, ...]:
+def _devices(count: int) -> tuple[int, ...]:
+    """A task that is alone on its node takes all, one with GPUs of its own (--gpus-per-task) these, another one GPU."""
     ids = os.environ.get("JAX_LOCAL_DEVICE_IDS")
     if not ids:
-        return (_number("SLURM_LOCALID"),)
+        alone = os.environ.get("SLURM_STEP_NUM_NODES") == str(count)
+        asked, seen = os.environ.get("SLURM_GPUS_PER_TASK", ""), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        own = asked.rpartition(":")[2] == str(len(seen.split(",")))  # "2", "h100:2"; --gpu-bind=none shows all
+        return () if alone or own else (_number("SLURM_LOCALID"),)
     if not re.fullmatch(r"\d+(,\d+)*", ids, re.ASCII):
         raise _refusal("JAX_LOCAL_DEVICE_IDS", "numbers of this node's devices are needed, as 0,1,2,3")
     return tuple(map(int, ids.split(",")))

@@ -32,7 +32,7 @@ def head(job: Job, site: Site, *, extra: Sequence[str] = (), log: str = "%x-%j")
     cache = Path(site.scratch) / "lw_jax" / "compiled" if site.scratch else sources.cache_root() / "compiled"
     local = ",".join(map(str, range(job.gpus)))
     several = [
-        "# In a job of several tasks JAX gives each one GPU by default; here one task drives all GPUs of its node.",
+        "# One task drives all GPUs of its node.",
         f"export JAX_LOCAL_DEVICE_IDS={local}",
     ]
     return [

@@ -16,7 +16,7 @@ STEP = BATCH | {"SLURM_STEP_NODELIST": "n[03-04],m1"}
 def read(monkeypatch):
     """Reads an environment without what this machine's launcher says."""
     for name in list(os.environ):
-        if name.startswith(("SLURM_", "OMPI_", "JAX_COORDINATOR", "JAX_LOCAL_DEVICE")):
+        if name.startswith(("SLURM_", "OMPI_", "JAX_COORDINATOR", "JAX_LOCAL_DEVICE", "CUDA_")):
             monkeypatch.delenv(name)
 
     def call(environment):
@@ -62,6 +62,22 @@ def test_address_and_devices_of_jax_take_precedence(read):
     found = read(STEP | own)
     assert (found.host, found.port, found.devices) == ("fe80::1", 1234, (0, 1))
     assert read({"JAX_COORDINATOR_ADDRESS": "", "JAX_COORDINATOR_PORT": "77"}).port == 77
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices"),
+    [
+        ({}, (3,)),
+        ({"SLURM_STEP_NUM_NODES": "2"}, (3,)),
+        ({"SLURM_STEP_NUM_NODES": "4"}, ()),  # one task a node
+        ({"SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0"}, ()),  # which sees its own as number 0
+        ({"SLURM_GPUS_PER_TASK": "h100:2", "CUDA_VISIBLE_DEVICES": "2,3"}, ()),
+        ({"SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, (3,)),  # with --gpu-bind=none
+        ({"SLURM_STEP_NUM_NODES": "4", "JAX_LOCAL_DEVICE_IDS": "1"}, (1,)),
+    ],
+)
+def test_task_takes_all_devices_that_are_its_alone_and_else_the_one_of_its_number(environment, devices, read):
+    assert read(STEP | {"SLURM_LOCALID": "3"} | environment).devices == devices
 
 
 @pytest.mark.parametrize(
