@@ -55,6 +55,9 @@ def head(job: Job, site: Site, *, extra: Sequence[str] = (), log: str = "%x-%j")
         f"export XLA_CLIENT_MEM_FRACTION={job.memory_fraction:g}",
         "# Of an allocation in which this file was submitted: srun would read them as its options.",
         'unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_TRES_PER_TASK "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}"',
+        "unset SLURM_GPUS SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU SLURM_NTASKS_PER_GPU SLURM_GPU_BIND SLURM_TRES_BIND",
+        "# Of sbatch --export=NONE: srun would leave out what is exported here.",
+        "unset SLURM_EXPORT_ENV",
         *(several if job.nodes > 1 else []),
         "",
     ]

@@ -164,6 +164,7 @@ def requeues(cluster: Path) -> list[str]:
 def test_finished_job_has_called_training_with_the_exact_words_in_the_users_folder(cluster, write, monkeypatch) -> None:
     monkeypatch.setenv("MODE", "0")
     around = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "SLURM_MEM_PER_CPU", "SLURM_CPU_BIND", "SLURM_CPU_BIND_TYPE")
+    around += ("SLURM_GPUS_PER_TASK", "SLURM_GPUS", "SLURM_GPU_BIND", "SLURM_EXPORT_ENV")
     for name in around:  # of the shell in which the file is submitted by hand
         monkeypatch.setenv(name, "7")
     submit(write())
