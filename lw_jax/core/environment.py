@@ -136,6 +136,11 @@ def _has_driver() -> bool:
     return any(Path(file).exists() for file in DRIVER_FILES)
 
 
+def has_cuda() -> bool:
+    """Says whether a driver and JAX's plugin for it are here, so that the devices should be GPUs."""
+    return _has_driver() and any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+
+
 def hide_idle_cuda() -> None:
     """Hides an installed CUDA plugin when there is no driver; `runtime.start_devices` refuses to do without it."""
     if _has_driver():

@@ -12,7 +12,7 @@ from typing import Self
 import jax
 
 from lw_jax.core import launcher, precision, process_start, processes
-from lw_jax.core.environment import idle_libraries, memory_fraction
+from lw_jax.core.environment import has_cuda, idle_libraries, memory_fraction
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import make_cache
 
@@ -35,9 +35,16 @@ def start(*, devices: bool = True) -> bool:
 
 
 def start_devices() -> None:
-    """Starts the devices; raises UserError where JAX_PLATFORMS names what is not here, which JAX may pass over."""
+    """Starts the devices.
+
+    Raises:
+      UserError: JAX_PLATFORMS names what is not here, or is not set and no GPU of a machine for them can be used. JAX
+        may go on without either.
+    """
+    asked = False
     for variable in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME"):
         platforms = jax.config.values[variable.lower()]
+        asked |= bool(platforms)
         for name in platforms.split(",") if platforms else ():
             try:
                 jax.devices(name or None)
@@ -45,7 +52,17 @@ def start_devices() -> None:
                 why = str(error) or "no device or driver of it is on this machine"
                 rule = "leave it out to run on what is here, or set JAX_PLATFORMS=cpu"
                 raise UserError(f"{variable}={platforms!r}: {name!r}: {why}; {rule}") from error
-    jax.devices()
+    why = "JAX found none, what stands above says why"
+    try:
+        if asked or jax.devices()[0].platform != "cpu" or not has_cuda():
+            return
+    except RuntimeError as error:
+        if not has_cuda():
+            raise
+        why = str(error)
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    rule = "ask the scheduler for GPUs, or the container for its driver (apptainer --nv); JAX_PLATFORMS=cpu needs none"
+    raise UserError(f"a GPU's driver is here and no GPU can be used, CUDA_VISIBLE_DEVICES={seen!r}: {why}; {rule}")
 
 
 def allocator_limit() -> int | None:

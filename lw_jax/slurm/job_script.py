@@ -53,6 +53,8 @@ def head(job: Job, site: Site, *, extra: Sequence[str] = (), log: str = "%x-%j")
         "# XLA's default is 0.75 of a GPU, less than the plan may use; beside the older name it refuses to start.",
         "unset XLA_PYTHON_CLIENT_MEM_FRACTION",
         f"export XLA_CLIENT_MEM_FRACTION={job.memory_fraction:g}",
+        "# The plan is for GPUs: without one training ends, and a JAX_PLATFORMS=cpu of the submitting shell goes.",
+        "export JAX_PLATFORMS=cuda,cpu",
         "# Of an allocation in which this file was submitted: srun would read them as its options.",
         'unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_TRES_PER_TASK "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}"',
         "unset SLURM_GPUS SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU SLURM_NTASKS_PER_GPU SLURM_GPU_BIND SLURM_TRES_BIND",

@@ -165,6 +165,7 @@ def test_finished_job_has_called_training_with_the_exact_words_in_the_users_fold
     monkeypatch.setenv("MODE", "0")
     around = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "SLURM_MEM_PER_CPU", "SLURM_CPU_BIND", "SLURM_CPU_BIND_TYPE")
     around += ("SLURM_GPUS_PER_TASK", "SLURM_GPUS", "SLURM_GPU_BIND", "SLURM_EXPORT_ENV")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     for name in around:  # of the shell in which the file is submitted by hand
         monkeypatch.setenv(name, "7")
     submit(write())
@@ -181,7 +182,7 @@ def test_finished_job_has_called_training_with_the_exact_words_in_the_users_fold
     cache = cluster / "scratch folder" / "lw_jax" / "compiled"
     assert call["environ"]["JAX_COMPILATION_CACHE_DIR"] == str(cache) and cache.is_dir()
     assert call["environ"]["XLA_CLIENT_MEM_FRACTION"] == "0.92" and call["environ"]["SLURM_NTASKS"] == "1"
-    assert not call["environ"].keys() & set(around)
+    assert call["environ"]["JAX_PLATFORMS"].startswith("cuda") and not call["environ"].keys() & set(around)
 
 
 @pytest.mark.slow

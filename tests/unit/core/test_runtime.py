@@ -28,6 +28,28 @@ def test_platform_that_is_not_here_is_refused_by_name():
     assert line.startswith("error: JAX_PLATFORMS='cpu,cuda'")
 
 
+FAILING = """
+def fail():
+    raise RuntimeError("no supported devices found for platform CUDA")
+from jax._src import xla_bridge
+xla_bridge.register_backend_factory("card", fail, priority=500, fail_quietly=False)
+"""
+
+
+@pytest.mark.parametrize(("fails", "why"), [("", "JAX found none"), (FAILING, "no supported devices found")])
+def test_machine_for_gpus_without_one_is_refused_and_not_computed_on(fails, why):
+    """As a job without GPUs, a container without the driver's library, a task whose GPU has another number."""
+    code = "from lw_jax.core import environment as e; e.hide_idle_cuda(); from lw_jax.core import runtime, errors\n"
+    code += f"runtime.has_cuda = lambda: True\n{fails}errors.leave(lambda: runtime.start_devices() or 0)"
+    for platforms, result in (("", 2), ("cpu", 0)):
+        environment = os.environ | {"JAX_PLATFORMS": platforms, "CUDA_VISIBLE_DEVICES": "NoDevFiles"}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == result, done.stderr
+        if result:
+            (line,) = done.stderr.splitlines()
+            assert line.startswith("error: ") and "CUDA_VISIBLE_DEVICES='NoDevFiles'" in line and why in line
+
+
 class Device:
     """What a GPU's runtime reports."""
 
