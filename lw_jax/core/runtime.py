@@ -121,10 +121,11 @@ def enable_compile_cache(folder: Path) -> None:
     """
     if _LEAST not in os.environ:
         jax.config.update(_LEAST.lower(), 0.0)
-    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        return
-    jax.config.update("jax_compilation_cache_dir", str(make_cache(folder)))
-    if not os.access(folder, os.W_OK):  # or JAX would warn of each program that it cannot write
+    if named := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        folder = Path(named)
+    else:
+        jax.config.update("jax_compilation_cache_dir", str(make_cache(folder)))
+    if folder.exists() and not os.access(folder, os.W_OK):  # or JAX would warn of each program that it cannot write
         jax.config.update(_LEAST.lower(), math.inf)
 
 

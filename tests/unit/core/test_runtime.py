@@ -1,5 +1,6 @@
 """lw_jax/core/runtime.py: start, devices and the end by signal."""
 
+import math
 import os
 import signal
 import subprocess
@@ -112,6 +113,20 @@ def test_compile_cache_is_made_where_asked_or_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="LW_JAX_CACHE"):
         runtime.enable_compile_cache(tmp_path / "file" / "compiled")
+
+
+@pytest.mark.parametrize("named", [False, True])  # in JAX's variable, as in a job
+def test_compile_cache_that_cannot_be_written_is_read_without_a_warning_a_program(named, tmp_path, monkeypatch):
+    for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+        monkeypatch.delenv(name)
+    if named:
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    made = {}
+    monkeypatch.setattr(jax.config, "update", made.__setitem__)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    runtime.enable_compile_cache(tmp_path)
+    assert made["jax_persistent_cache_min_compile_time_secs"] == math.inf
+    assert ("jax_compilation_cache_dir" in made) is not named
 
 
 EARLY = """
