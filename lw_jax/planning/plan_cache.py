@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lw_jax.planning.hardware import HERE
 from lw_jax.planning.plans import StepPlan
 from lw_jax.training import memory_limit
 
+_log = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -52,8 +54,11 @@ def decode(values: Any) -> StepPlan:
 
 
 def write(file: Path, plan: StepPlan) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, json.dumps(dataclasses.asdict(plan)))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(dataclasses.asdict(plan)))
+    except OSError as error:  # a home that compute nodes only read, a quota: the plan is made
+        _log.warning("%s: %s; the plan is made anew at each start, LW_JAX_CACHE names its folder", file, error.strerror)
 
 
 def code() -> str:

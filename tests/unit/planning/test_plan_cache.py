@@ -96,6 +96,14 @@ def test_several_processes_take_their_plans_from_the_cache_together(root, monkey
         assert len(made) == count
 
 
+def test_plan_that_cannot_be_kept_is_a_plan_and_a_warning(root, cache, monkeypatch, caplog):
+    plan = StepPlan(target="here", devices=1, per_host=1, compiled=True, chosen=None)
+    monkeypatch.setattr(planner, "_plan", lambda cfg, on: plan)
+    cache.write_text("")  # no folder can be made there
+    assert planner.make(make_searched_config(root)).chosen is None
+    assert "LW_JAX_CACHE" in caplog.text
+
+
 @pytest.mark.parametrize("where", ["encoder", "llms.llama"])
 def test_another_model_under_the_same_path_is_another_plan(root, tmp_path, where):
     folder = shutil.copytree(root / "llama", tmp_path / "body")
