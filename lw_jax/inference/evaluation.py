@@ -38,7 +38,7 @@ from lw_jax.models import decoder
 from lw_jax.planning.generation_memory import generation
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.recipes.wire_readers import WireReaders
-from lw_jax.training import evaluation_memory, memory_limit, out_of_memory
+from lw_jax.training import evaluation_memory, memory_limit, out_of_memory, run_folder
 from lw_jax.training.run_folder import EVALUATION
 from lw_jax.training.step_spec import StepSpec
 
@@ -69,6 +69,9 @@ def evaluate(wire: TrainedWire | CodedWire, *, quiet: bool = False, folder: Path
 
 def _evaluate_latents(wire: TrainedWire) -> Evaluation:
     cfg, layout = wire.recipe.cfg, wire.recipe.layout
+    coded_by_model = cfg.eval.curve != "none" and cfg.encoder.kind == "lm"
+    if coded_by_model:  # it writes there behind all that is measured
+        run_folder.check_writable(wire.recipe.surprisal.store.folder, remedy="set LW_JAX_CACHE to a writable folder")
     batch = _batch(wire.recipe)
     bench = _bench(wire, batch)
     measured = measure(wire, batch, bench)
@@ -83,7 +86,7 @@ def _evaluate_latents(wire: TrainedWire) -> Evaluation:
         )
         if cut := measured.encoded.counts["source_cut"]:
             _say(f"bytes of texts are of whole texts; the encoder read {cut} texts in part (data.overlong)")
-        if cfg.encoder.kind == "lm":
+        if coded_by_model:
             texts = quality_curve.texts_of(measured, cfg.eval)
             coded = quality_curve.model_bytes(texts, wire.recipe.surprisal.score(texts))
             if coded is not None:

@@ -57,6 +57,15 @@ def test_rows_that_need_a_second_text_are_left_out_where_there_is_none(untrained
         evaluation.evaluate(ask(untrained, tmp_path, texts, ("shuffled",)))
 
 
+def test_cache_that_cannot_be_written_is_refused_before_anything_is_measured(root, tmp_path, monkeypatch):
+    wire = tiny.make_wire(root, only="llama", encoder__kind="lm", encoder__source=str(root / "llama"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "file"))  # no folder can be made there
+    monkeypatch.setattr(evaluation, "measure", lambda *_: pytest.fail("measured, and lost"))
+    with pytest.raises(UserError, match="LW_JAX_CACHE"):
+        evaluation.evaluate(wire)
+
+
 def test_random_latents_are_not_those_of_the_one_text_that_is_measured(untrained, tmp_path, capsys):
     asked = ask(untrained, tmp_path, ["Mara has 3 lamps.", "Tom owns 8 kites."], ("none", "random"), ("3", "8"))
     options = dataclasses.replace(asked.recipe.cfg.eval, examples=1)
