@@ -6,6 +6,7 @@ lost.
 """
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from lw_jax.hub import sources
 from lw_jax.losses import token_losses
 from lw_jax.models import adapter, decoder, kv_prefix, rotary, wire
 from lw_jax.recipes.wire_readers import WireReaders
-from lw_jax.training import optimizers
+from lw_jax.training import optimizers, run_folder
 from sharding import place
 
 FORMAT = 1  # raised when what is trained changes, so that kept vectors are not taken up
@@ -60,6 +61,8 @@ def teach(recipe: WireReaders, frozen: Tree, *, batch: int) -> dict[str, jax.Arr
         width = recipe.wire.readers[name].config.width
         cached: list | None = processes.from_first(lambda path=path, width=width: _read(path, width))
         if cached is None:
+            writable = functools.partial(run_folder.check_writable, path.parent, remedy="LW_JAX_CACHE names its cache")
+            processes.from_first(writable)  # before the vector is trained, and lost
             vector, losses = _train(recipe, frozen[name], training, name, batch=batch)
             if not np.isfinite(vector).all():
                 raise UserError(

@@ -1,5 +1,8 @@
 """lw_jax/inference/taught_text.py: the same vector under every placement, with packed readers too."""
 
+import errno
+import tempfile
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +53,17 @@ def test_a_vector_that_diverged_is_refused_and_not_kept(root, monkeypatch):
     with pytest.raises(UserError, match=r"text_taught llama: .*taught_steps"):
         taught_text.teach(recipe, {"llama": {}}, batch=8)
     assert not list((sources.cache_root() / "taught").glob("*"))
+
+
+def test_a_vector_that_cannot_be_kept_is_refused_before_it_is_trained(root, monkeypatch):
+    def refuse(**_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    recipe = tiny.make_recipe(root, eval__taught_steps=4, only="llama")
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(taught_text, "_train", lambda *given, **options: pytest.fail("trained, and lost"))
+    with pytest.raises(UserError, match="LW_JAX_CACHE"):
+        taught_text.teach(recipe, {"llama": {}}, batch=8)
 
 
 def sums(recipe, fields, *, whole=False):
