@@ -1,12 +1,13 @@
 """Jitted methods, and compilation of several programs at once, in threads: XLA compiles without Python's lock."""
 
 import functools
-import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+
+from lw_jax.core import precision
 
 
 def jitted(*static: str, donate: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
@@ -32,7 +33,7 @@ def compile_together(programs: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
     if jax.default_backend() == "cpu" or jax.process_count() > 1:
         return
     seen = set()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(precision.cores()) as pool:
         futures = []
         for function, args in programs:
             leaves, structure = jax.tree.flatten(args)

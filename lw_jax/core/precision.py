@@ -75,7 +75,8 @@ def _flags() -> tuple[str, ...]:
     return tuple(next((line for line in lines if line.startswith("flags")), "").split())
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Returns the processor's cores that this process may use: under SLURM those of the job, not of the node."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -83,4 +84,4 @@ def _cores() -> int:
 
 def describe_processor() -> str:
     instructions = bf16_instructions()
-    return f"{_cores()}-core CPU" + (f" ({instructions})" if instructions else "")
+    return f"{cores()}-core CPU" + (f" ({instructions})" if instructions else "")
