@@ -49,6 +49,12 @@ ROW = {  # figures of a row of the control table
     "distinct": Column("distinct answers", "%", 100),
     "examples": Column("examples", digits=0),
 }
+MESSAGE = {  # figures of a reader's messages
+    "fewer_positions": Column("fewer reader positions, x"),
+    "bytes_a_token": Column("bytes a token of the text", digits=0),
+    "write_seconds": Column("written in", "s", digits=2),
+    "open_seconds": Column("its bytes opened in", "ms", 1000, digits=1),
+}
 COMPARISON = {  # figures of `comparison.compare`
     "normalised_f1": Column("normalised F1", "%", 100, True),
     "recovered_nll": Column("recovered NLL", "%", 100, True),
@@ -72,9 +78,7 @@ def _figures(columns: dict[str, Column], **others: Any) -> dict[str, Any]:
 Row = TypedDict("Row", _figures(ROW, texts=Count, follows=Known, follows_interval=Interval), total=False)  # pyright: ignore
 Comparison = TypedDict(  # pyright: ignore
     "Comparison",
-    _figures(
-        COMPARISON, examples=Count, texts=Count, upper=Word, fewer_positions=Known, faster=Known, timed_tokens=Count
-    )
+    _figures(MESSAGE | COMPARISON, examples=Count, texts=Count, upper=Word, faster=Known, timed_tokens=Count)
     | {f"{name}_reason": Word for name in COMPARISON},
     total=False,
 )

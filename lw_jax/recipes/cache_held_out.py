@@ -132,7 +132,7 @@ class HeldOut:
             return list(map(self._fit_biases, self._batches, sent)) if fitted else sent
 
         variance, tables = (np.asarray(self.code[name]) for name in ("variance", "tables"))
-        found = find_rate(write, tables, limit, step, variance)
+        found = find_rate(write, tables, limit, step, variance, of=f"{self.name}: one of {ratio} positions")
         return found, complete(by_step[np.float32(found.step)])
 
     def answers(self, sent: Sequence[Sent], *, shuffled: bool = False) -> Answers:
@@ -196,12 +196,14 @@ class HeldOut:
         ]
 
 
-def find_rate(
+def find_rate(  # noqa: PLR0913
     write: Callable[[float], tuple[np.ndarray, Callable[[], list[Section]]]],
     tables: Float[np.ndarray, "r l k"],
     limit: float,
     step: float,
     variance: Float[np.ndarray, " w"],
+    *,
+    of: str,
 ) -> Statistics:
     """Returns the step at which messages have config.message.bytes a token, `limit`, and its statistics.
 
@@ -215,6 +217,7 @@ def find_rate(
         limit: bytes.
         step: a first guess.
         variance: of the numbers, in which the second guess is found.
+        of: the reader and the ratio, for what is said of them.
 
     Raises:
         UserError: the order of keys and the biases alone take more.
@@ -229,8 +232,8 @@ def find_rate(
         beside = _bytes_beside(send(), tables) if beside is None else beside
         if beside >= limit:
             raise UserError(
-                f"config.message.bytes = {limit:g}: the order of keys and the biases alone take {beside:.1f} bytes a "
-                "token; allow more"
+                f"config.message.bytes = {limit:g}: {of}: the order of keys and the biases alone take {beside:.1f} "
+                "bytes a token; allow more"
             )
         statistics = cache_codec.fit_statistics(numbers, step)
         tried.append(_Trial(step, beside + cache_codec.bits(statistics, numbers) / 8 / len(numbers), statistics))
@@ -243,7 +246,7 @@ def find_rate(
     assert tried, "a step that is too small is one only once"
     nearest = min(tried, key=lambda trial: abs(math.log(trial.size / limit)))
     if nearest.size > (1 + WARNED) * limit:
-        _log.warning("messages take %.0f bytes a token, not config.message.bytes = %g", nearest.size, limit)
+        _log.warning("%s: messages take %.0f bytes a token, not config.message.bytes = %g", of, nearest.size, limit)
     return nearest.found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from lw_jax.core.eval_rows import OF_CACHE, ROWS
 from lw_jax.data.example_counts import REASONS
 from lw_jax.evals import verdict
-from lw_jax.evals.results import COLUMNS, COMPARISON, PLAIN, ROW, Column, Curve
+from lw_jax.evals.results import COLUMNS, COMPARISON, MESSAGE, PLAIN, ROW, Column, Curve
 from lw_jax.report.records import Run, to_number
 
 TITLES = {  # of rows in the examples
@@ -131,8 +131,7 @@ def control(rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, Column]
 
 
 def between(readers: Mapping[str, Mapping[str, Any]]) -> Table:
-    columns = {"fewer_positions": Column("fewer reader positions, x")} | COMPARISON
-    return _compare("reader", readers, _measured(columns, readers))
+    return _compare("reader", readers, _measured(MESSAGE | COMPARISON, readers))
 
 
 def _measured(columns: Mapping[str, Column], named: Mapping[str, Mapping[str, Any]]) -> dict[str, Column]:

@@ -138,12 +138,14 @@ def test_shares_of_a_caches_rows_stand_in_the_verdict_and_the_comparison(tmp_pat
     told["readers"] = {"llama": {"upper": "text", "normalised_f1_all": None, "normalised_f1_quarter": None}}
     told["readers"]["llama"] |= {f"normalised_f1_{row}_reason": "text is no better" for row in ("all", "quarter")}
     told["readers"]["llama"] |= {"recovered_nll_quarter": 0.9632, "recovered_nll_quarter_interval": [0.952, 0.973]}
+    told["readers"]["llama"] |= {"bytes_a_token": 259.2, "write_seconds": 7.004, "open_seconds": 0.0391}
     write_evaluation(folder, told)
     found = records.read(folder)
     (line,) = tables.verdicts(found)
     assert "quarter 96.3 % (95.2 .. 97.3)" in line.text and line.text.count("text is no better") == 1
     table = tables.between(found.evaluation["readers"])
-    assert table.rows == [["llama", "unknown", "unknown", "unknown", "unknown", "96.3", "95.2 .. 97.3"]]
+    unknown = ["unknown"] * 4
+    assert table.rows == [["llama", "259", "7.00", "39.1", *unknown, "96.3", "95.2 .. 97.3"]]
     assert len(table.head) == len(table.rows[0])
     told = [record | {"row": "quarter"} for record in predictions() if record["row"] == "latents"]
     assert tables.shown_rows(told)[1] == "quarter" in tables.TITLES

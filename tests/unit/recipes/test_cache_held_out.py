@@ -26,7 +26,7 @@ def write(step, ratio=2):
 
 
 def find_rate(write, limit, guess):
-    return cache_held_out.find_rate(write, TABLES, limit, guess, Z.var(axis=0))
+    return cache_held_out.find_rate(write, TABLES, limit, guess, Z.var(axis=0), of="llama: one of 4 positions")
 
 
 @pytest.mark.parametrize("guess", [1e-6, 0.3, 50.0])
@@ -75,7 +75,7 @@ def test_where_no_step_has_the_bytes_the_nearest_trial_is_taken_and_longer_messa
 
 
 def test_fewer_bytes_than_the_order_takes_are_refused_by_their_key():
-    with pytest.raises(UserError, match=r"^config\.message\.bytes = 0\.5: "):
+    with pytest.raises(UserError, match=r"^config\.message\.bytes = 0\.5: llama: one of 4"):
         find_rate(write, 0.5, 0.3)
 
 
