@@ -18,8 +18,9 @@ IMPORTANCE = (0.02, 8.0)  # x a layer's mean: least and largest
 SWEEPS = 4  # of `solve` over a token's numbers: 8 leave 2 % less of the weighted error, in as many bytes
 LAPLACIAN = 0.7  # x its deviation: mean size of a number
 PRICE = 1.2  # of a nat, x the error that one more of large numbers would save
-# Of the products of all directions that `solve` has of some tokens at a time: a card's steps are short and many.
-_PIECE_BYTES = {"cpu": 2**29, "default": 2**31}
+BLOCK = 64  # of a token's numbers: `solve` takes them in turn before the error of all states is computed anew
+# Of the states that `solve` has of some tokens at a time: a card's steps are short and many.
+_PIECE_BYTES = {"cpu": 2**25, "default": 2**31}
 _FARTHEST = 2.0**30  # steps: a first guess may be far too small
 
 
@@ -85,54 +86,80 @@ def solve(  # noqa: PLR0913
         factors: dtype of the factors of its products; None: as they are.
     """
     factors = factors or jnp.dtype(jnp.float32).name
-    basis, by_head = code.basis, _by_head(code)
     x = (states(kv.k, kv.v) - code.mean.reshape(1, 1, -1)) / _by_value(code.scale, code.mean)[None, None]
     steps = jnp.broadcast_to(step[:, None, None], (*x.shape[:2], 1))
     weights = jnp.moveaxis(weights, 0, 2)
     count = jnp.maximum(kv.mask.sum(axis=1, dtype=jnp.int32), 1).astype(jnp.float32)
     mean = jnp.where(kv.mask, weights.mean(axis=(2, 3)), 0.0).sum(axis=1) / count
     price = jnp.broadcast_to((PRICE / 12 * mean)[:, None, None], steps.shape)
-    # x alone is what it would be for weights of 1: a start.
-    first = multiply("btn,wn->btw", x, basis, factors=factors) / steps
-    pull = multiply("btn,wn->btw", _by_state(weights, code.mean.shape) * x, basis, factors=factors) / steps
+    tokens = (x / steps, weights.reshape(*x.shape[:2], -1), steps, price)
     rate = 1.0 / (LAPLACIAN * jnp.sqrt(jnp.maximum(variance, jnp.finfo(jnp.float32).tiny)))
-    with jax.default_matmul_precision("highest"):
-        products = multiply("gwc,gvc->gwv", by_head, by_head, factors=factors)
-    tokens = (weights.reshape(*x.shape[:2], -1), first, pull, rate[None, None] * steps, price)
-
-    def solve_token(token: tuple[jax.Array, ...]) -> jax.Array:
-        weights, first, pull, rate, price = token
-        with jax.default_matmul_precision("highest"):
-            gram = jnp.einsum("g,gwv->wv", weights, products)
-        return _descend(gram, first, pull, rate, price, sweeps)
-
+    piece = functools.partial(_solve_piece, code, rate, sweeps=sweeps, factors=factors)
     ways = {
-        platform: functools.partial(_map_pieces, solve_token, max(1, size // (4 * basis.shape[0] ** 2)))
+        platform: functools.partial(_map_pieces, piece, max(1, size // (4 * x.shape[2])))
         for platform, size in _PIECE_BYTES.items()
     }
     numbers = jax.lax.platform_dependent(tuple(leaf.reshape(-1, leaf.shape[2]) for leaf in tokens), **ways)
-    return numbers.reshape(first.shape).astype(jnp.int32)
+    return numbers.reshape(*x.shape[:2], -1).astype(jnp.int32)
 
 
-def _descend(  # noqa: PLR0913
-    gram: Float[Array, "w w"],
-    first: Float[Array, " w"],
-    pull: Float[Array, " w"],
+def _solve_piece(  # noqa: PLR0913
+    code: Code,
     rate: Float[Array, " w"],
-    price: Float[Array, " 1"],
+    tokens: tuple[Float[Array, "t n"], Float[Array, "t g"], Float[Array, "t 1"], Float[Array, "t 1"]],
+    *,
     sweeps: int,
-) -> Float[Array, " w"]:
-    """Returns whole numbers m that lessen m gram m / 2 - m pull + price nats(m), by coordinate descent from `first`.
+    factors: str,
+) -> Float[Array, "t w"]:
+    """Returns the numbers of some tokens: their states in steps, weights by head, steps and prices.
 
-    Rounded, a Laplacian number whose mean size is 1 / rate takes rate |m| - rate / 2 + log(2 / (1 + exp(-rate / 2)))
-    nats more than 0.
+    Numbers of a block are taken in turn beside products of their own directions; what is left of the states says to
+    the next block what they became. So no token needs the products of all directions.
     """
-    diagonal = jnp.diagonal(gram)
+    x, weights, step, price = tokens
+    width, size = len(code.basis), min(BLOCK, len(code.basis))
+    count, short = -(-width // size), -width % size
+    blocks = jnp.pad(code.basis, ((0, short), (0, 0))).reshape(count, size, -1)
+    rates = jnp.pad(rate, (0, short), constant_values=1.0).reshape(count, size)
+    by_head = _by_head(blocks, code.mean.shape)
+    by_state = _by_state(weights.reshape(1, len(x), *code.mean.shape[1:3]), code.mean.shape)[0]
+
+    def improve(turn: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        numbers, rest = carry
+        at = turn % count
+        before, rows = numbers[at], blocks[at]
+        pull = multiply("tn,cn->tc", by_state * rest, rows, factors=factors)
+        gram = jnp.einsum("tg,gcd->tcd", weights, products[at])
+        after = jax.vmap(_descend)(gram, before, pull, rates[at][None] * step, price)
+        rest = rest - multiply("tc,cn->tn", after - before, rows, factors=factors)
+        return jax.lax.dynamic_update_index_in_dim(numbers, after, at, 0), rest
+
+    with jax.default_matmul_precision("highest"):
+        products = multiply("jgcx,jgdx->jgcd", by_head, by_head, factors=factors)
+        # x alone is what it would be for weights of 1: a start.
+        first = jnp.clip(jnp.rint(jnp.einsum("tn,jcn->jtc", x, blocks)), -_FARTHEST, _FARTHEST)
+        rest = x - jnp.einsum("jtc,jcn->tn", first, blocks)
+        numbers, _ = jax.lax.fori_loop(0, sweeps * count, improve, (first, rest))
+    return jnp.moveaxis(numbers, 0, 1).reshape(len(x), -1)[:, :width]
+
+
+def _descend(
+    gram: Float[Array, "c c"],
+    numbers: Float[Array, " c"],
+    slope: Float[Array, " c"],
+    rate: Float[Array, " c"],
+    price: Float[Array, " 1"],
+) -> Float[Array, " c"]:
+    """Returns whole numbers m that lessen (m - numbers) gram (m - numbers) / 2 - (m - numbers) slope + price nats(m).
+
+    Each in turn takes its best value. Rounded, a Laplacian number whose mean size is 1 / rate takes rate |m| - rate / 2
+    + log(2 / (1 + exp(-rate / 2))) nats more than 0.
+    """
+    diagonal = jnp.maximum(jnp.diagonal(gram), jnp.finfo(jnp.float32).tiny)  # of what fills a block it is 0
     cost, least = price / diagonal, jnp.log(2 / (1 + jnp.exp(-rate / 2))) - rate / 2
 
-    def place(turn: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def place(at: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         numbers, slope = carry
-        at = turn % len(numbers)
         best = numbers[at] + slope[at] / diagonal[at]  # without a price
         size = jnp.abs(best)
         near = jnp.clip(jnp.rint(size - cost[at] * rate[at]), 1.0, _FARTHEST)
@@ -141,24 +168,25 @@ def _descend(  # noqa: PLR0913
         slope = slope - (new - numbers[at]) * gram[at]
         return jax.lax.dynamic_update_index_in_dim(numbers, new, at, 0), slope
 
-    first = jnp.clip(jnp.rint(first), -_FARTHEST, _FARTHEST)
-    slope = pull - jnp.einsum("wv,v->w", gram, first, precision="highest")
-    return jax.lax.fori_loop(0, sweeps * len(first), place, (first, slope))[0]
+    return jax.lax.fori_loop(0, len(numbers), place, (numbers, slope))[0]
 
 
-def _by_head(code: Code) -> Float[Array, "g w c"]:
-    """Returns the basis by what has a weight of its own: a layer's head, its key and value together."""
-    basis = code.basis.reshape(-1, *code.mean.shape).transpose(2, 3, 0, 1, 4)
-    return basis.reshape(-1, len(code.basis), 2 * code.mean.shape[3])
+def _by_head(blocks: Float[Array, "j c n"], shape: tuple[int, ...]) -> Float[Array, "j g c x"]:
+    """Returns blocks of the basis by what has a weight of its own: a layer's head, its key and value together."""
+    count, size, _ = blocks.shape
+    by_value = blocks.reshape(count, size, *shape).transpose(0, 3, 4, 1, 2, 5)
+    return by_value.reshape(count, -1, size, 2 * shape[3])
 
 
-def _map_pieces(function: Callable[..., jax.Array], most: int, tokens: tuple[Float[Array, "n _"], ...]) -> jax.Array:
-    """Returns a function of each token, of `most` at a time: `jax.lax.map` has a second program for what is left."""
+def _map_pieces(
+    function: Callable[[tuple], jax.Array], most: int, tokens: tuple[Float[Array, "n _"], ...]
+) -> jax.Array:
+    """Returns a function of tokens, of `most` at a time: `jax.lax.map` has a second program for what is left."""
     count = len(tokens[0])
     pieces = -(-count // most)
     size = -(-count // pieces)
     padded = (jnp.pad(leaf, ((0, pieces * size - count), (0, 0)), mode="edge") for leaf in tokens)
-    values = jax.lax.map(jax.vmap(function), tuple(leaf.reshape(pieces, size, -1) for leaf in padded))
+    values = jax.lax.map(function, tuple(leaf.reshape(pieces, size, -1) for leaf in padded))
     return values.reshape(pieces * size, -1)[:count]
 
 

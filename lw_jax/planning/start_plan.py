@@ -205,7 +205,7 @@ def _plan_reader(
     (readings, writings, fitted), width = _runs(cfg, rows, placed.platform), code["basis"].shape[0]
     basis = (16 * (width + cache_code.MORE) + 4 * width) * values * fitted
     heads = model.layers * model.kv_heads
-    filling = width * (8 * values + 2 * width * (heads + cache_code.SWEEPS)) * fitted
+    filling = width * (4 * values + cache_code.SWEEPS * (4 * values + 2 * cache_code.BLOCK * (heads + 1))) * fitted
     read, write = batch[READ], batch[WRITE]
     seconds = None
     if speed and read.seconds and write.seconds:
