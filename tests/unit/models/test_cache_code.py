@@ -97,7 +97,8 @@ def nats(numbers, step):
 def test_pieces_of_tokens_give_the_same_numbers(problem, monkeypatch):
     weights = weigh(*problem[1:])
     whole = solve(problem, weights, 0.5)
-    monkeypatch.setitem(cache_code._PIECE_BYTES, "cpu", 3 * 4 * 2 * LAYERS * HEADS * SIZE)  # of 10 tokens 3, the last piece not full
+    three = 3 * 4 * 2 * LAYERS * HEADS * SIZE  # of 10 tokens, the last piece not full
+    monkeypatch.setitem(cache_code._PIECE_BYTES, "cpu", three)
     np.testing.assert_array_equal(solve(problem, weights, 0.5), whole)
 
 
