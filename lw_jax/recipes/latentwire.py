@@ -340,6 +340,11 @@ def _embedding(trainable: Tree, frozen: Tree) -> jax.Array:
 
 def _match_pieces(body: Tokenizer, reader: Tokenizer, count: int) -> jax.Array:
     """Returns i32 [v n]: a reader's ids of each of the encoder's `count` token strings, -1 beyond their end."""
-    texts = [body.decode([index]) if index < body.vocab else "" for index in range(count)]
-    pieces = [np.array(ids[:PIECES], np.int32) for ids in reader.encode_batch(texts)]
+    mark = body.encode("a")  # alone, a token of SentencePiece is decoded without its blank
+    alone = body.decode(mark)
+    texts = [body.decode([*mark, i]).removeprefix(alone) if i < body.vocab else "" for i in range(count)]
+    before = "\n" if reader.adds_blank else ""  # SentencePiece puts a blank before a text, and none behind a break
+    first = len(reader.encode(before))
+    ids = reader.encode_batch([before + text for text in texts])
+    pieces = [np.array(row[first : first + PIECES], np.int32) for row in ids]
     return jnp.asarray(batches.Field(pieces, PIECES, -1, left=False).collate(range(count))["ids"])

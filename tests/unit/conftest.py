@@ -6,8 +6,11 @@ from typing import Any
 
 import jax
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers
 
 from lw_jax.core import processes
+from lw_jax.data.tokens import Tokenizer, load_tokenizer
 from tests import standin
 
 
@@ -66,3 +69,16 @@ def second(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(processes, "from_first", lambda make: next(decided))
 
     return take
+
+
+@pytest.fixture
+def sentencepiece(tmp_path: Path) -> Tokenizer:
+    """A tokenizer that puts a blank before every text, as Llama 2's, and takes it away again."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = ["<e>", "\u2581", *"abcdefghijklmnopqrstuvwxyz", "\u2581a", "\n"]
+    backend = Backend(models.BPE({token: i for i, token in enumerate(tokens)}, [("\u2581", "a")]))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>").save_pretrained(tmp_path)
+    return load_tokenizer(tmp_path)

@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from lw_jax.core.errors import UserError
@@ -208,17 +208,6 @@ def test_the_tokenizer_file_of_bytes_has_their_ids_and_reads_what_surrounds_a_br
         assert file.decode(ids) == tokenizer.decode(ids)
 
 
-@pytest.fixture
-def sentencepiece(tmp_path):
-    """A tokenizer that puts a blank before every text, as Llama 2's, and takes it away again."""
-    tokens = ["<e>", "\u2581", *"abcdefghijklmnopqrstuvwxyz", "\u2581a"]
-    backend = Backend(models.BPE({token: i for i, token in enumerate(tokens)}, [("\u2581", "a")]))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>").save_pretrained(tmp_path)
-    return load_tokenizer(tmp_path)
-
-
 def test_new_text_keeps_the_blank_before_its_first_word(sentencepiece, gguf):
     assert sentencepiece.adds_blank and not gguf.adds_blank
     for tokenizer in (sentencepiece, gguf):
@@ -247,7 +236,7 @@ def test_a_question_behind_a_text_has_the_ids_of_both_together(sentencepiece, gg
 
 
 def test_generation_ends_where_transformers_does(tmp_path, sentencepiece):
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 29, "eos_token_id": [0, 7]}))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 30, "eos_token_id": [0, 7]}))
     assert load_tokenizer(tmp_path).stops == (0, 7), "of config.json where there is no generation_config.json"
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
     assert load_tokenizer(tmp_path).stops == (0, 9)

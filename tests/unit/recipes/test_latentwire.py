@@ -9,7 +9,9 @@ import pytest
 from lw_jax.core import tree
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT
+from lw_jax.data.tokens import byte_backend, wrap
 from lw_jax.models import codec
+from lw_jax.recipes import latentwire
 from lw_jax.training import optimizers, trainer, validation_loop
 from sharding.rules import path_of
 from tests import tiny
@@ -159,3 +161,14 @@ def test_training_validates_as_many_examples_as_it_is_told_or_as_eval_does(root,
         seen.clear()
         (told,) = loop.describe_data()  # of 256 cards, or those within the limit
         assert told.endswith(f"  {examples} of them are measured") == (not limit)
+
+
+def test_an_aligned_start_finds_a_token_s_string_with_its_blank_whatever_sentencepiece_does_to_one_alone(sentencepiece):
+    bytes_ = wrap(byte_backend())
+    word, letter = sentencepiece.encode("a")[0], sentencepiece.encode("ba")[-1]  # at a word's beginning, and inside
+    found = np.asarray(latentwire._match_pieces(sentencepiece, bytes_, sentencepiece.vocab))
+    assert found[[word, letter]].tolist() == [[*b" a", -1, -1], [*b"a", -1, -1, -1]]
+    found = np.asarray(latentwire._match_pieces(bytes_, sentencepiece, bytes_.vocab))
+    assert found[ord("a")].tolist() == [letter, -1, -1, -1]
+    found = np.asarray(latentwire._match_pieces(sentencepiece, sentencepiece, sentencepiece.vocab))
+    assert found[[word, letter], 0].tolist() == [word, letter], "its own tokens are themselves"
