@@ -72,7 +72,8 @@ def choose(text: str, scored: Scored, tokenizer: Tokenizer, *, room: int) -> str
     candidates = words(text, scored.spans)
     spoken = [text[slice(*word)] for word in candidates]
     scores = score(candidates, scored)
-    sizes = np.array([len(ids) for ids in tokenizer.encode_batch([f" {word}" for word in spoken])], int)
+    blank = "" if tokenizer.adds_blank else " "
+    sizes = np.array([len(ids) for ids in tokenizer.encode_batch([blank + word for word in spoken])], int)
     chosen: list[int] = []
     for number in np.argsort(-scores / np.maximum(sizes, 1), kind="stable"):
         if scores[number] == -np.inf:

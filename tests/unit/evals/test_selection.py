@@ -12,6 +12,8 @@ TEXT = 'In 1987, the "Mara Ellis" foundation (of Lisbon) gave 15% to the foundat
 class Letters:
     """A tokenizer with a token a letter."""
 
+    adds_blank = False
+
     def encode_batch(self, texts):
         return [list(text.strip()) for text in texts]
 
@@ -41,6 +43,12 @@ def test_most_nats_for_a_token_of_the_reader_are_chosen_in_the_text_s_order():
     assert selection.choose(TEXT, scored, Letters(), room=16) == "1987 Mara Ellis 15%"
     whole = selection.choose("aa bbbb c", score("aa bbbb c", aa=2.0, bbbb=3.0, c=1.0), Letters(), room=4)
     assert whole == "aa c", "a word that does not fit is left out, not what comes after it"
+
+
+def test_a_blank_that_sentencepiece_puts_before_a_word_takes_no_position_twice(sentencepiece):
+    text = "a a a a"
+    assert len(sentencepiece.encode(text)) == 4
+    assert selection.choose(text, score(text), sentencepiece, room=4) == text
 
 
 def test_word_scores_the_sum_of_its_tokens_and_one_of_too_many_is_none():
