@@ -29,9 +29,10 @@ def judge(figures: Mapping[str, Any]) -> str:
     known = [key for key in SHARES if figures.get(key) is not None]
     if "gap_nll" not in figures or not known:
         return "unknown"
-    if all(_may_be_zero(figures, key) for key in known):
+    above = [figures[key] for key in known if not _may_be_zero(figures, key)]
+    if not above:
         return "useless"
-    return "carries" if max(figures[key] for key in known) >= CARRIED else "partly"
+    return "carries" if max(above) >= CARRIED else "partly"
 
 
 def sentence(reader: str, figures: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:

@@ -254,6 +254,7 @@ def test_figures_that_are_no_numbers_are_counted_and_left_out(tmp_path: Path) ->
         ({"normalised_f1": None, "recovered_nll": verdict.CARRIED}, "carries"),
         ({"normalised_f1": 0.59, "recovered_nll": 0.3}, "partly"),
         ({"normalised_f1_interval": [-0.2, 0.1]}, "carries"),
+        ({"normalised_f1_interval": [-0.2, 1.5], "recovered_nll": 0.3}, "partly"),
         ({"normalised_f1_interval": [-0.2, 0.1], "recovered_nll_interval": [-0.4, -0.1]}, "useless"),
         ({"normalised_f1": None, "recovered_nll_interval": [-0.4, 0.1]}, "useless"),
         ({"gap_nll_interval": [-0.01, 0.4]}, "collapsed"),
