@@ -7,6 +7,7 @@ encoder puts marks around a text, because its body has learned with them.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,9 +84,13 @@ class Tokenizer:
         return bool(first) and first[0].startswith("\u2581")
 
     def starts(self, text: str) -> list[int]:
-        """Returns the place in the text at which each of its tokens begins, never falling."""
+        """Returns the place in the text at which each of its tokens begins, never falling.
+
+        That is the blank before a word, which some tokenizers (GPT-NeoX's) leave out of its token's place.
+        """
         offsets = self.backend.backend_tokenizer.encode(text, add_special_tokens=False).offsets
-        return [start for start, _ in offsets]
+        reached = itertools.accumulate((end for _, end in offsets), max, initial=0)
+        return [min(start, before) for (start, _), before in zip(offsets, reached, strict=False)]
 
     def encode_spans(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns each text's ids i32[n] and their characters i32[n 2]: the first, and the one after the last."""

@@ -208,6 +208,12 @@ def test_the_tokenizer_file_of_bytes_has_their_ids_and_reads_what_surrounds_a_br
         assert file.decode(ids) == tokenizer.decode(ids)
 
 
+def test_tokens_begin_at_the_blank_before_them_where_a_tokenizer_leaves_it_out_of_their_places():
+    text, trimmed = "hi  the caf\u00e9 ", byte_backend()
+    trimmed.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert wrap(trimmed).starts(text) == wrap(byte_backend()).starts(text)
+
+
 def test_new_text_keeps_the_blank_before_its_first_word(sentencepiece, gguf):
     assert sentencepiece.adds_blank and not gguf.adds_blank
     for tokenizer in (sentencepiece, gguf):
