@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lw_jax.core.progress import phase
 from lw_jax.core.types import Example
 from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.batches import Encoded
@@ -38,13 +39,20 @@ def swap(example: Example, others: Sequence[Example]) -> Example | None:
     if not normalise(old) or not pattern.search(example.context):
         return None
     known = {normalise(answer) for answer in example.answers}
-    candidates = [other.answers[0] for other in others if normalise(other.answers[0]) not in known]
-    candidates = [new for new in candidates if normalise(new) and not contains(example.context, new)]
-    # An answer that holds the old one would not show which of the two the reader means.
-    candidates = [new for new in candidates if not any(contains(new, answer) for answer in example.answers)]
-    if not candidates:
+
+    def serves(new: str) -> bool:
+        if not normalise(new) or normalise(new) in known or contains(example.context, new):
+            return False
+        # An answer that holds the old one would not show which of the two the reader means.
+        return not any(contains(new, answer) for answer in example.answers)
+
+    def unlike(new: str) -> tuple[bool, int]:
+        return _kind(new) != _kind(old), abs(len(new.split()) - len(old.split()))
+
+    # In order, as each search reads the whole text: most often the first one serves.
+    new = next(filter(serves, sorted((other.answers[0] for other in others), key=unlike)), None)
+    if new is None:
         return None
-    new = min(candidates, key=lambda new: (_kind(new) != _kind(old), abs(len(new.split()) - len(old.split()))))
     return dataclasses.replace(example, context=pattern.sub(lambda _: new, example.context), answers=(new,))
 
 
@@ -62,10 +70,11 @@ def make(
     """
     examples = [encoded.examples[index] for index in indices]
     changed: list[Example] = []
-    for position, example in enumerate(examples):
-        new = swap(example, examples[position + 1 :] + examples[:position])
-        if new is not None:
-            changed.append(dataclasses.replace(new, id=str(position)))
+    with phase("exchanging answers in the texts", len(examples), "questions") as done:
+        for position, example in enumerate(done.track(examples)):
+            new = swap(example, examples[position + 1 :] + examples[:position])
+            if new is not None:
+                changed.append(dataclasses.replace(new, id=str(position)))
     # `encode` refuses data without a usable example, so an unchanged one follows, which is not measured.
     changed.append(dataclasses.replace(examples[0], id=str(len(examples))))
     data = layout.data if layout.data.overlong == "cut" else dataclasses.replace(layout.data, overlong="drop")
