@@ -1,6 +1,7 @@
 """Figures of the control table: means with intervals, and comparisons of its rows."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,9 @@ def summarise(records: Sequence[Record], *, seed: int) -> dict[str, dict[str, Ro
     share of answers that are the new one. INTERVALS have a 95 % bootstrap interval each.
     """
     by_reader: dict[str, dict[str, Row]] = {}
+    resample = _resampler(seed)
     for (reader, row), group in _group(records).items():
-        bootstrap = _resample(group, seed=seed)
+        bootstrap = resample(_texts(group))
         estimates = estimate(group, bootstrap)
         figures: Row = {"positions": _mean(group, "positions")} | {key: mean.value for key, mean in estimates.items()}
         figures |= {f"{key}_interval": estimates[key].interval() for key in INTERVALS}
@@ -60,18 +62,19 @@ def compare(records: Sequence[Record], *, seed: int) -> dict[str, Row]:
     """
     grouped = _group(records)
     comparisons: dict[str, Row] = {}
+    resample = _resampler(seed)
     for reader in dict.fromkeys(reader for reader, _ in grouped):
         groups = {row: group for (name, row), group in grouped.items() if name == reader}
         plain = {row: group for row, group in groups.items() if not ROWS[row].swapped}
         figures: Row = {}
         if plain:
             first = next(iter(plain.values()))
-            bootstrap = _resample(first, seed=seed)
+            bootstrap = resample(_texts(first))
             figures = _compare_plain(plain, {row: estimate(group, bootstrap) for row, group in plain.items()})
             figures |= {"examples": len(first), "texts": _count_texts(first)} if figures else {}
         text = next((groups[row] for row in FOLLOWED if row in groups), None)
         if text and "swapped" in groups:
-            figures |= _follow(groups["swapped"], text, _resample(text, seed=seed))
+            figures |= _follow(groups["swapped"], text, resample(_texts(text)))
         comparisons[reader] = figures
     return comparisons
 
@@ -109,12 +112,17 @@ def _follow(message: Sequence[Record], text: Sequence[Record], bootstrap: Bootst
     return {"follows": share.value, "follows_interval": share.interval()}
 
 
-def _resample(records: Sequence[Record], *, seed: int) -> Bootstrap:
-    return Bootstrap([record["text"] for record in records], seed=seed)
+def _resampler(seed: int) -> Callable[[tuple[int, ...]], Bootstrap]:
+    """Returns what draws the resamples of texts; rows of the same texts share them: of 10,000 they take seconds."""
+    return functools.cache(functools.partial(Bootstrap, seed=seed))
+
+
+def _texts(records: Sequence[Record]) -> tuple[int, ...]:
+    return tuple(record["text"] for record in records)
 
 
 def _count_texts(records: Sequence[Record]) -> int:
-    return len({record["text"] for record in records})
+    return len(set(_texts(records)))
 
 
 def _column(records: Sequence[Record], key: str) -> np.ndarray:

@@ -230,6 +230,24 @@ def record(row, index=0, **values):
     return base | {"nll": 1.0, "hits": 1.0, "first": 0.0, "first5": 0.0, "tokens": 2.0, "positions": 6.0} | values
 
 
+def test_rows_of_the_same_texts_share_their_resamples(monkeypatch):
+    drawn = []
+
+    class Counted(comparison.Bootstrap):
+        def __init__(self, texts, **settings):
+            drawn.append(texts)
+            super().__init__(texts, **settings)
+
+    monkeypatch.setattr(comparison, "Bootstrap", Counted)
+    made = [record(row, i, reader=name) for row in ("text", "latents", "none") for i in range(4) for name in "ab"]
+    made += [record("swapped", i, follows=1.0) for i in range(2)]
+    comparison.summarise(made, **SEED)
+    assert sorted(drawn) == [(0, 1), (0, 1, 2, 3)]
+    drawn.clear()
+    comparison.compare(made, **SEED)
+    assert drawn == [(0, 1, 2, 3)]
+
+
 def test_summary_weighs_likelihood_by_tokens_and_scores_by_examples():
     found = comparison.summarise(
         [
