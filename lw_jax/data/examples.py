@@ -111,7 +111,8 @@ def read(source: str, *, limit: int = 0, split: str = "train", columns: Sequence
     if "answer" in fields.columns and "answers" not in fields.columns:  # it is read where there are no answers
         fields = dataclasses.replace(fields, columns={**fields.columns, "answers": ""})
     names = row_sources.split_sources(source)
-    parsed = [_example(row, where) for name in names for where, row in _rows(name, split, fields)]
+    texts: dict[str, str] = {}  # the text of several questions is in memory once
+    parsed = [_example(row, where, texts) for name in names for where, row in _rows(name, split, fields)]
     examples = [example for example in parsed if example is not None]
     skipped = len(parsed) - len(examples)
     if skipped:
@@ -159,14 +160,14 @@ def _squad_rows(squad: "_Squad", path: str) -> Iterator[tuple[str, Row]]:
                 )
 
 
-def _example(row: Row, where: str) -> Example | None:
+def _example(row: Row, where: str, texts: dict[str, str]) -> Example | None:
     context = _join_context(row.context, where)
     question = _clean(row.question, "question", where)
     answers = _answers(row, where)
     if not answers:
         return None
     named = next((value for value in (row.id, row.own_id) if value not in (None, "")), where)
-    return Example(str(named), context, question, answers)
+    return Example(str(named), texts.setdefault(context, context), question, answers)
 
 
 def _answers(row: Row, where: str) -> tuple[str, ...]:

@@ -285,8 +285,12 @@ def tokenize(tokenizer: AnyTokenizer, texts: list[str], *, limit: int | None = N
     """Returns the ids of each text, i32, with nothing added.
 
     With a limit, only a prefix of a far longer text is tokenised: more than `limit` ids, the first `limit` of them the
-    whole text's. So an overlong text is detected without tokenising megabytes.
+    whole text's. So an overlong text is detected without tokenising megabytes. Equal texts, as those of several
+    questions, are tokenised once and share their ids.
     """
+    if len(distinct := list(dict.fromkeys(texts))) < len(texts):
+        known = dict(zip(distinct, tokenize(tokenizer, distinct, limit=limit), strict=True))
+        return [known[text] for text in texts]
     chunk = 1024  # the library's encodings take many times the memory of their ids, so only a chunk is held
     starts = range(0, len(texts), chunk)
     size = None if limit is None else WIDEST * (limit + MARGIN)

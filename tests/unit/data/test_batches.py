@@ -330,6 +330,19 @@ def test_beginning_alone_is_read_and_gives_what_the_whole_row_gives(monkeypatch,
     assert cut == whole and seen < all_of_it / 2
 
 
+def test_the_text_of_several_questions_is_tokenised_once_and_is_in_memory_once(monkeypatch):
+    read, encode_batch = [], ByteTokenizer.encode_batch
+
+    def counted(self, texts):
+        read.extend(texts)
+        return encode_batch(self, texts)
+
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", counted)
+    ids = prompt_tokens.tokenize(ByteTokenizer(), ["Ann.", "Bo.", "Ann."], limit=9)
+    assert read == ["Ann.", "Bo."] and [bytes(row.tolist()) for row in ids] == [b"Ann.", b"Bo.", b"Ann."]
+    assert ids[0] is ids[2]
+
+
 def test_text_of_several_windows_is_as_wide_as_whole_windows_and_limited_by_them():
     spec = layout(window=100, windows=10)
     encoded = batches.encode([CARDS[0], LONG], layout=spec)

@@ -52,6 +52,12 @@ def data_config(**changes):
     return config.Data(**keys)
 
 
+def test_the_text_of_several_questions_is_in_memory_once(tmp_path):
+    path = write(tmp_path / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in (*ROWS, ROWS[0])))
+    first, _, last = examples.read(path)
+    assert first.context is last.context
+
+
 @pytest.mark.parametrize("name", ["squad.json", "squad.json.gz"])
 def test_squad_keeps_distinct_references_in_order_and_tells_unanswerable_ones(tmp_path, caplog, name):
     path = write(tmp_path / name, json.dumps(SQUAD, indent=1 if name.endswith("json") else None))
