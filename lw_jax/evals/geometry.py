@@ -16,19 +16,17 @@ def describe(latents: np.ndarray) -> dict[str, float | None]:
     """
     count, used = len(latents), np.any(latents, axis=2)
     inputs = used.sum(axis=0)  # that have each slot
-    values = latents.astype(np.float64)
-    mean = values.sum(axis=0) / np.maximum(inputs, 1)[:, None]
-    rows = np.where(used[:, :, None], values, mean).reshape(count, -1)
+    centred, uncentred = _ranks(latents, used, inputs)
     units = _to_units(latents)
     # |sum of units|^2 is the sum of all cosines: without each one's with itself, that over ordered pairs.
-    by_slot = np.sum(units.sum(axis=0) ** 2, axis=1) - np.sum(units**2, axis=(0, 2))
+    by_slot = np.sum(units.sum(axis=0) ** 2, axis=1) - np.einsum("nmk,nmk->m", units, units)
     pairs = int(np.sum(inputs * (inputs - 1)))
     similarity, messages = _sum_pairs(units), _count_pairs(used)
     others = int(messages.sum() - np.trace(messages))
     return {
         "inputs": count,
-        "effective_rank": effective_rank(rows - rows.mean(axis=0)),
-        "effective_rank_uncentred": effective_rank(rows),
+        "effective_rank": centred,
+        "effective_rank_uncentred": uncentred,
         "input_cosine": float(by_slot.sum() / pairs) if pairs else None,
         "slot_cosine": float((similarity.sum() - np.trace(similarity)) / others) if others else None,
     }
@@ -44,9 +42,21 @@ def format_figures(found: Mapping[str, float | None]) -> str:
     )
 
 
+def _ranks(latents: np.ndarray, used: np.ndarray, inputs: np.ndarray) -> tuple[float, float]:
+    """Returns the effective ranks of `describe`, centred and not."""
+    rows = latents.astype(np.float64)
+    mean = rows.sum(axis=0) / np.maximum(inputs, 1)[:, None]
+    rows = np.where(used[:, :, None], rows, mean).reshape(len(latents), -1)
+    uncentred = effective_rank(rows)
+    rows -= rows.mean(axis=0)
+    return effective_rank(rows), uncentred
+
+
 def effective_rank(rows: np.ndarray) -> float:
     """Returns exp of the entropy of the singular values' shares [Roy and Vetterli, 2007]; 0 where all of them are 0."""
-    values = np.linalg.svd(rows, compute_uv=False)
+    # By the products of rows, or of columns where they are fewer: of thousands the rows themselves take an hour.
+    squares = np.linalg.eigvalsh(rows @ rows.T if len(rows) < rows.shape[1] else rows.T @ rows)
+    values = np.sqrt(np.where(squares > np.finfo(np.float64).eps * max(rows.shape) * squares[-1], squares, 0.0))
     if not values.any():
         return 0.0
     shares = values[values > 0] / values.sum()

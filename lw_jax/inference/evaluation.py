@@ -98,6 +98,8 @@ def _evaluate_latents(wire: TrainedWire) -> Evaluation:
             times = first_token.measure(bench, measured, layout, rows=cfg.eval.rows)
         for name, reader_times in times.items():
             _add_times(reader_times, summary[name], readers[name])
+    with phase("measuring rank and cosines of the latents"):
+        figures, slots = geometry.describe(latents), geometry.slot_similarity(latents).tolist()
     return Evaluation(
         measured=measured,
         summary=summary,
@@ -105,8 +107,8 @@ def _evaluate_latents(wire: TrainedWire) -> Evaluation:
         joint=_fitting(
             batch, cfg.eval, lambda options: joint.pick(bench, measured, layout, options=options, seed=cfg.seed)
         ),
-        latents=geometry.describe(latents),
-        slots=geometry.slot_similarity(latents).tolist(),
+        latents=figures,
+        slots=slots,
         curve=curve,
     )
 

@@ -42,6 +42,17 @@ def test_effective_rank_is_exp_of_the_entropy_of_singular_values():
     assert geometry.effective_rank(rows) == pytest.approx(math.exp(entropy))
 
 
+@pytest.mark.parametrize("shape", [(3, 500), (500, 3)])
+def test_rank_of_many_latents_is_that_of_the_fewer_of_rows_and_columns(monkeypatch, shape):
+    decomposed, eigvalsh = [], np.linalg.eigvalsh
+    monkeypatch.setattr(np.linalg, "eigvalsh", lambda matrix: decomposed.append(matrix.shape) or eigvalsh(matrix))
+    monkeypatch.setattr(np.linalg, "svd", None)
+    rows = np.zeros(shape)
+    rows[0, 0] = rows[2, 2] = 1e-3
+    assert geometry.effective_rank(rows) == pytest.approx(2.0)
+    assert decomposed == [(3, 3)]
+
+
 def test_slot_similarity_is_the_mean_over_messages():
     latents = draw()
     found = geometry.slot_similarity(latents)
