@@ -1,7 +1,7 @@
 """Passages for reconstruction and continuation: texts cut to a length, the text itself (or what follows) the answer."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -20,6 +20,7 @@ SHORTEST = 0.5  # of the length asked for, that a document's last piece must hav
 # Share of the pieces that each tokenizer keeps. All are padded to the longest: a few with a word of many tokens (an
 # address) would make every batch up to twice as wide.
 KEPT = 0.99
+Starts = Callable[[str], Sequence[int] | np.ndarray]  # text -> places at which its tokens begin, of `Tokenizer.starts`
 
 
 def read(source: str, columns: Sequence[str] = ()) -> list[str]:
@@ -45,16 +46,16 @@ def read(source: str, columns: Sequence[str] = ()) -> list[str]:
     return passages
 
 
-def cut(document: str, length: int, tokenizer: Tokenizer) -> list[str]:
+def cut(document: str, length: int, read_starts: Starts) -> list[str]:
     """Returns a document in pieces of about `length` tokens, cut at white space; one shorter than that stays whole.
 
     A piece begins with a blank where white space stood before it: in a word, or a script without blanks, none did. The
     last piece is left out where it has less than SHORTEST of the length.
     """
-    starts = tokenizer.starts(document)
+    starts = read_starts(document)
     if len(starts) <= length:
         return [document]
-    ends = [*starts[length::length], len(document)]
+    ends = [*map(int, starts[length::length]), len(document)]
     if (len(starts) - 1) % length + 1 < SHORTEST * length:
         ends.pop()
     pieces, begin = [], 0
@@ -67,17 +68,17 @@ def cut(document: str, length: int, tokenizer: Tokenizer) -> list[str]:
     return pieces
 
 
-def reconstructions(documents: Iterable[str], length: int, tokenizer: Tokenizer) -> list[Example]:
+def reconstructions(documents: Iterable[str], length: int, read_starts: Starts) -> list[Example]:
     """Returns one example a piece: the text is its own answer."""
-    pieces = (piece.strip() for document in dict.fromkeys(documents) for piece in cut(document, length, tokenizer))
+    pieces = (piece.strip() for document in dict.fromkeys(documents) for piece in cut(document, length, read_starts))
     return [Example(f"passage {i}", piece, "", (piece,)) for i, piece in enumerate(pieces)]
 
 
-def continuations(documents: Iterable[str], length: int, tokenizer: Tokenizer) -> list[Example]:
+def continuations(documents: Iterable[str], length: int, read_starts: Starts) -> list[Example]:
     """Returns one example for each two pieces that follow each other; a short document is cut in half."""
     pairs = []
     for document in dict.fromkeys(documents):
-        pieces = cut(document, min(length, -(-len(tokenizer.starts(document)) // 2)), tokenizer)
+        pieces = cut(document, min(length, -(-len(read_starts(document)) // 2)), read_starts)
         pairs += [(left.strip(), right) for left, right in itertools.pairwise(pieces)]
     return [Example(f"passage {i}", left, "", (right,)) for i, (left, right) in enumerate(pairs)]
 

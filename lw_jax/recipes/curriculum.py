@@ -4,6 +4,8 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.types import Example
@@ -41,6 +43,7 @@ class Curriculum:
         self._trained = functools.cache(self._group)
         self.examples = functools.cache(self._examples)
         self.passages = functools.cache(self._read_passages)
+        self._starts = functools.cache(self._read_starts)
 
     def data_schedule(self) -> DataSchedule:
         """Returns the batches of all stages in order; a stage's passage lengths get equal parts of it."""
@@ -102,7 +105,11 @@ class Curriculum:
         named = self.passages() if split == "train" else []
         documents = named or [example.context for example in self.examples(split)]
         make = passages.reconstructions if task == "reconstruct" else passages.continuations
-        return make(documents, length, next(iter(self.layout.readers.values())).tokenizer)  # whose tokens are counted
+        return make(documents, length, self._starts)
+
+    def _read_starts(self, document: str) -> np.ndarray:
+        """Returns i32[t], where the tokens of the first reader begin, in which passages of all lengths are counted."""
+        return np.array(next(iter(self.layout.readers.values())).tokenizer.starts(document), np.int32)
 
     def _read_passages(self) -> list[str]:
         """Returns the texts of data.passages where a stage has passages; else none."""

@@ -35,7 +35,7 @@ def documents():
 @pytest.mark.parametrize("length", [13, 19, 29])
 def test_pieces_are_the_document_s_words_in_order_and_about_so_long(documents, tokenizer, length):
     for document in documents:
-        pieces, words = passages.cut(document, length, tokenizer), document.split()
+        pieces, words = passages.cut(document, length, tokenizer.starts), document.split()
         kept = " ".join(pieces).split()
         assert kept == words[: len(kept)], "no word is cut, lost or moved"
         left = len(tokenizer.encode(" ".join(words[len(kept) :])))
@@ -47,7 +47,7 @@ def test_pieces_are_the_document_s_words_in_order_and_about_so_long(documents, t
 
 
 def test_a_few_pieces_of_long_words_do_not_widen_every_batch(recipe, documents, tokenizer):
-    found = passages.reconstructions([" ".join(documents * 20)], LENGTH, tokenizer)
+    found = passages.reconstructions([" ".join(documents * 20)], LENGTH, tokenizer.starts)
     odd = dataclasses.replace(found[0], id="odd", context="x" * 200, answers=("x" * 200,))
     plain = passages.encode(found, layout=recipe.layout, task="reconstruct")
     encoded = passages.encode([*found, odd], layout=recipe.layout, task="reconstruct")
@@ -59,32 +59,32 @@ def test_a_few_pieces_of_long_words_do_not_widen_every_batch(recipe, documents, 
 
 
 def test_short_document_stays_whole_and_one_without_spaces_is_cut_all_the_same(tokenizer):
-    assert passages.cut("Mara lives in Lisbon.", 500, tokenizer) == ["Mara lives in Lisbon."]
+    assert passages.cut("Mara lives in Lisbon.", 500, tokenizer.starts) == ["Mara lives in Lisbon."]
     solid = "Mara" * 31
-    pieces = passages.cut(solid, LENGTH, tokenizer)
+    pieces = passages.cut(solid, LENGTH, tokenizer.starts)
     assert len(pieces) > 2 and solid.startswith("".join(pieces))
-    first = passages.continuations([solid], LENGTH, tokenizer)[0]
+    first = passages.continuations([solid], LENGTH, tokenizer.starts)[0]
     assert solid.startswith(first.context + first.answers[0]), "no blank stands where the text has none"
 
 
 def test_reconstruction_s_text_is_its_own_answer_and_repeated_documents_count_once(documents, tokenizer):
-    once = passages.reconstructions(documents, LENGTH, tokenizer)
-    assert once == passages.reconstructions([*documents, documents[1]], LENGTH, tokenizer)
+    once = passages.reconstructions(documents, LENGTH, tokenizer.starts)
+    assert once == passages.reconstructions([*documents, documents[1]], LENGTH, tokenizer.starts)
     assert all(example.answers == (example.context,) and example.question == "" for example in once)
     assert len({example.id for example in once}) == len(once) > 10
 
 
 def test_continuations_are_pieces_that_follow_each_other_in_one_document(documents, tokenizer):
-    found = passages.continuations(documents, LENGTH, tokenizer)
-    pieces = [passages.cut(document, LENGTH, tokenizer) for document in documents]
+    found = passages.continuations(documents, LENGTH, tokenizer.starts)
+    pieces = [passages.cut(document, LENGTH, tokenizer.starts) for document in documents]
     expected = [(a.strip(), b) for each in pieces for a, b in zip(each, each[1:], strict=False)]
     assert all(after.startswith(" ") for _, after in expected), "a word begins there"
     assert [(example.context, example.answers[0]) for example in found] == expected
-    assert passages.continuations([*documents, documents[0]], LENGTH, tokenizer) == found
+    assert passages.continuations([*documents, documents[0]], LENGTH, tokenizer.starts) == found
 
 
 def test_continuation_of_a_short_document_is_its_second_half(documents, tokenizer):
-    (only,) = passages.continuations(documents[:1], 500, tokenizer)
+    (only,) = passages.continuations(documents[:1], 500, tokenizer.starts)
     assert f"{only.context} {only.answers[0]}".split() == documents[0].split()
     sizes = [len(tokenizer.encode(text)) for text in (only.context, only.answers[0])]
     assert abs(sizes[0] - sizes[1]) < 0.3 * sum(sizes)
@@ -93,7 +93,7 @@ def test_continuation_of_a_short_document_is_its_second_half(documents, tokenize
 @pytest.mark.parametrize("task", ["reconstruct", "continuation"])
 def test_targets_are_the_text_s_tokens_and_only_a_repeated_text_ends(recipe, documents, tokenizer, task):
     make = passages.reconstructions if task == "reconstruct" else passages.continuations
-    encoded = passages.encode(make(documents, LENGTH, tokenizer), layout=recipe.layout, task=task)
+    encoded = passages.encode(make(documents, LENGTH, tokenizer.starts), layout=recipe.layout, task=task)
     batch = encoded.collate(range(len(encoded)))
     for name, reader in recipe.tokenizers.items():
         fields = batch["readers"][name]
@@ -113,7 +113,7 @@ def test_targets_are_the_text_s_tokens_and_only_a_repeated_text_ends(recipe, doc
 
 
 def test_text_longer_than_the_encoder_reads_is_refused_by_name_or_dropped(recipe, documents, tokenizer):
-    found = passages.reconstructions(documents, 500, tokenizer)
+    found = passages.reconstructions(documents, 500, tokenizer.starts)
 
     def encode(overlong):
         data = dataclasses.replace(recipe.layout.data, overlong=overlong)
@@ -127,7 +127,8 @@ def test_text_longer_than_the_encoder_reads_is_refused_by_name_or_dropped(recipe
         assert [example.id for example in kept.examples] == ["passage 0"]
         assert (kept.counts["context"], kept.counts["source_cut"]) == (2, 0)
     with pytest.raises(UserError, match=r"continuation.*data\.passages"):
-        passages.encode(passages.continuations(["a"], LENGTH, tokenizer), layout=recipe.layout, task="continuation")
+        found = passages.continuations(["a"], LENGTH, tokenizer.starts)
+        passages.encode(found, layout=recipe.layout, task="continuation")
 
 
 @pytest.mark.parametrize("name", ["p.jsonl.gz", "p.json", "p.txt"])

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from lw_jax.data.tokens import Tokenizer
 from tests import tiny
 
 STAGES = {
@@ -35,6 +36,14 @@ def test_stages_follow_each_other_and_their_passages_grow_in_equal_parts(staged)
     assert [(one.slots, one.bits) for one in phases] == [*[((), ())] * 4, ((2, 5), (8, 4))]
     lengths = [max(len(ids) - 1 for ids in one.streams[0][0].readers["llama"]["answer"].ids) for one in phases[:4]]
     assert lengths[1] < lengths[2] < lengths[3] < lengths[0] <= 32, "32, then 7, 13 and 19 tokens, words kept whole"
+
+
+def test_a_document_is_tokenised_once_for_passages_of_all_tasks_and_lengths(root, monkeypatch):
+    read, starts = [], Tokenizer.starts
+    monkeypatch.setattr(Tokenizer, "starts", lambda self, text: read.append(text) or starts(self, text))
+    staged = make(root, **STAGES)
+    staged.data_schedule()
+    assert len(read) == len({example.context for example in staged.examples("train")})
 
 
 def test_last_stage_s_task_is_validated_first_and_every_task_also_with_others_sources(staged):
