@@ -17,6 +17,7 @@ from lw_jax.data.tokens import BertTokenizer, ByteTokenizer, Tokenizer, marked
 
 WIDEST = 16  # characters of a token, at most, in a text of which a prefix is tokenised; tokens of text have 4
 MARGIN = 256  # ids tokenised beyond a limit, so that those before it are the whole text's
+PROMPTS = 256  # made of whole texts and in memory at once; a text itself is there once for all of its questions
 AnyTokenizer = Tokenizer | BertTokenizer | ByteTokenizer
 # Private-use placeholders while rendering.
 _CONTEXT, _QUESTION, _ANSWER = "\ue000context\ue001", "\ue000question\ue001", "\ue000answer\ue001"
@@ -155,22 +156,24 @@ class ReaderPass:
         *,
         limit: int,
         begin: bool = False,
+        first: int = 0,
     ) -> list[np.ndarray]:
         """Returns the ids that follow each prompt when it is tokenised together with its answer, and the one behind it.
 
         For an already dropped or refused example, whose prompt of more than `limit` ids may be a prefix, only that.
+        `first`: position of the first example in the ledger.
         """
         joined = [text + self.frame.gap + e.answers[0] for text, e in zip(texts, examples, strict=True)]
         answers = []
         ids = self._tokenize(joined, begin=begin, limit=limit + self.layout.data.answer_tokens)
-        for i, (prompt, full) in enumerate(zip(prompts, ids, strict=True)):
-            if _is_cut(texts[i], limit) and self.ledger.settled(i):
+        for i, (text, prompt, full, example) in enumerate(zip(texts, prompts, ids, examples, strict=True), first):
+            if _is_cut(text, limit) and self.ledger.settled(i):
                 answers.append(marked((), (), (self.frame.end,)))
                 continue
             if np.array_equal(full, prompt):
-                self.ledger.drop(i, "nothing", f"answer {examples[i].answers[0]!r}, reader {self.name!r}")
+                self.ledger.drop(i, "nothing", f"answer {example.answers[0]!r}, reader {self.name!r}")
             elif len(full) <= len(prompt) or not np.array_equal(full[: len(prompt)], prompt):
-                self._drop_boundary(i, examples[i])
+                self._drop_boundary(i, example)
             answers.append(marked(full[len(prompt) :], (), (self.frame.end,)))
         return answers
 
@@ -178,29 +181,41 @@ class ReaderPass:
         self, examples: Sequence[Example], after_texts: list[str], answers: list[np.ndarray] | None
     ) -> list[np.ndarray]:
         """Returns the whole prompts, tokenised jointly; one that changes the answer's ids is dropped."""
+        prompts = []
+        for first in range(0, len(examples), PROMPTS):
+            part = slice(first, first + PROMPTS)
+            prompts += self._read_prompts(examples[part], after_texts[part], answers and answers[part], first)
+        return prompts
+
+    def _read_prompts(
+        self, examples: Sequence[Example], after_texts: list[str], answers: list[np.ndarray] | None, first: int
+    ) -> list[np.ndarray]:
+        """Returns `_read_text` of the examples from the position `first` on."""
         texts = [self.frame.before + e.context + after for e, after in zip(examples, after_texts, strict=True)]
         limit = self.layout.data.context_tokens
         prompts = self._tokenize(texts, begin=True, limit=limit)
-        for i, ids in enumerate(prompts):
-            if len(ids) <= limit:
-                continue
-            if self.layout.data.overlong != "cut":
-                count = _count(ids, texts[i], limit)
+        overlong = [i for i, ids in enumerate(prompts) if len(ids) > limit]
+        if self.layout.data.overlong != "cut":
+            for i in overlong:
+                count = _count(prompts[i], texts[i], limit)
                 detail = f"{count} tokens of text prompt of reader {self.name!r}, config.data.context_tokens={limit}"
-                self.ledger.refuse(i, detail)
-                continue
-            kept = self._cut_context(examples[i].context, after_texts[i])
-            texts[i] = self.frame.before + kept + after_texts[i]
-            prompts[i] = self._tokenize([texts[i]], begin=True, limit=limit)[0]
-            if not kept:
-                self.ledger.drop(i, "prompt", f"{len(prompts[i])} tokens of reader {self.name!r}, limit {limit}")
-            self.ledger.cut["text_cut"].add(i)
+                self.ledger.refuse(first + i, detail)
+        elif overlong:
+            kept = self._cut_contexts([examples[i].context for i in overlong], [after_texts[i] for i in overlong])
+            for i, text in zip(overlong, kept, strict=True):
+                texts[i] = self.frame.before + text + after_texts[i]
+            shorter = self._tokenize([texts[i] for i in overlong], begin=True, limit=limit)
+            for i, text, ids in zip(overlong, kept, shorter, strict=True):
+                prompts[i] = ids
+                if not text:
+                    self.ledger.drop(first + i, "prompt", f"{len(ids)} tokens of reader {self.name!r}, limit {limit}")
+                self.ledger.cut["text_cut"].add(first + i)
         if answers is not None:
-            joint = self._read_answers(texts, prompts, examples, limit=limit, begin=True)
+            joint = self._read_answers(texts, prompts, examples, limit=limit, begin=True, first=first)
             for i, (wire, text) in enumerate(zip(answers, joint, strict=True)):
-                known = _is_cut(texts[i], limit) and self.ledger.settled(i)
+                known = _is_cut(texts[i], limit) and self.ledger.settled(first + i)
                 if not known and not np.array_equal(wire, text):
-                    self._drop_boundary(i, examples[i])
+                    self._drop_boundary(first + i, examples[i])
         return prompts
 
     def _read_context(
@@ -225,15 +240,20 @@ class ReaderPass:
         self.context_tokens["context"] = [len(ids) for ids in contexts]
         return [np.concatenate([before, ids]) for ids in contexts]
 
-    def _cut_context(self, context: str, after: str) -> str:
-        """Returns the longest start of a context whose prompt fits, found by bisection over characters."""
+    def _cut_contexts(self, contexts: list[str], after: list[str]) -> list[str]:
+        """Returns the longest start of each context whose prompt fits, found by bisection over characters."""
         limit = self.layout.data.context_tokens
-        low, high = 0, len(context)  # `low` characters fit (or nothing does), `high` do not
-        while high - low > 1:
-            middle = (low + high) // 2
-            ids = self._tokenize([self.frame.before + context[:middle] + after], begin=True, limit=limit)[0]
-            low, high = (middle, high) if len(ids) <= limit else (low, middle)
-        return context[:low]
+        low, high = (
+            [0] * len(contexts),
+            list(map(len, contexts)),
+        )  # `low` characters fit (or nothing does), `high` do not
+        while pending := [i for i in range(len(contexts)) if high[i] - low[i] > 1]:
+            middle = [(low[i] + high[i]) // 2 for i in pending]
+            texts = [self.frame.before + contexts[i][:end] + after[i] for i, end in zip(pending, middle, strict=True)]
+            tokens = self._tokenize(texts, begin=True, limit=limit)  # of all at once, on all cores
+            for i, end, ids in zip(pending, middle, tokens, strict=True):
+                low[i], high[i] = (end, high[i]) if len(ids) <= limit else (low[i], end)
+        return [context[:end] for context, end in zip(contexts, low, strict=True)]
 
     def _drop_boundary(self, index: int, example: Example) -> None:
         detail = f"reader {self.name!r}, prompt.anchor={self.layout.prompt.anchor!r}, answer {example.answers[0]!r}"

@@ -14,7 +14,7 @@ from lw_jax.core.eval_rows import PROMPT_FIELDS
 from lw_jax.core.types import Example
 from lw_jax.data import batches, prompt_tokens, question_cards
 from lw_jax.data.prompt_tokens import Layout, Reader
-from lw_jax.data.tokens import ByteTokenizer, load_source_tokenizer, load_tokenizer
+from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
 from lw_jax.recipes import selfmade
 from tests import tiny
 
@@ -239,6 +239,24 @@ def test_cut_keeps_the_question_fills_the_limit_and_is_counted():
         assert LONG.question in text and text.endswith("\nAnswer:") and 115 < len(ids) <= 120
         assert LONG.context.startswith(text.split("Context:\n")[1].split("\nQuestion:")[0])
     assert (encoded.counts["source_cut"], encoded.counts["text_cut"], encoded.counts["kept"]) == (1, 1, 2)
+
+
+def test_texts_are_cut_together_and_few_whole_prompts_are_in_memory(monkeypatch):
+    asked = [dataclasses.replace(LONG, id=str(n), context=f"{n} {LONG.context}") for n in range(20)]
+    spec = layout(overlong="cut", context_tokens=120)
+    prompts, encode_batch = [], Tokenizer.encode_batch
+
+    def counted(self, texts):
+        prompts.append(sum("Context:" in text for text in texts))
+        return encode_batch(self, texts)
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", counted)
+    together = batches.encode(asked, layout=spec, rows=("text",))
+    assert together.counts["text_cut"] == 20 == max(prompts) and len(prompts) < 2 * 20
+    prompts.clear()
+    monkeypatch.setattr(prompt_tokens, "PROMPTS", 3)
+    apart = batches.encode(asked, layout=spec, rows=("text",))
+    assert (apart.digest(), apart.counts) == (together.digest(), together.counts) and max(prompts) == 3
 
 
 def test_a_cut_text_of_a_bert_encoder_keeps_its_last_mark(tmp_path):
