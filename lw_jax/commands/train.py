@@ -13,6 +13,7 @@ from lw_jax.commands.loading import Loaded
 from lw_jax.core import processes, runtime, tree
 from lw_jax.core.command_line import PROGRAM
 from lw_jax.core.config import Config
+from lw_jax.core.progress import phase
 from lw_jax.hub import sources
 from lw_jax.planning import gpus, hardware, planner
 from lw_jax.recipes import selfmade
@@ -98,10 +99,12 @@ def _train(cfg: Config, workdir: Path, services: sinks.Services | None, record: 
     recipe = recipes.make(cfg, placement) if cfg.train.steps else CacheWire(cfg, placement)
     if first:
         _print_lines(_describe_models(cfg, recipe))
-    findings = preflight.inspect(cfg, recipe)
-    preflight.refuse(findings)
-    if first:
-        _print_lines(findings)
+    with phase("reading and tokenising the data"):  # both ask for all of it; the recipe keeps it
+        findings = preflight.inspect(cfg, recipe)
+        preflight.refuse(findings)
+        if first:
+            _print_lines(findings)
+        identity = recipes.identity(recipe, cfg)
 
     def begin(step: int) -> None:  # a start that is refused, or finds the run finished, changes no record of it
         if first:
@@ -109,7 +112,6 @@ def _train(cfg: Config, workdir: Path, services: sinks.Services | None, record: 
             card = gpus.of_all_devices()
             hardware_record.write(workdir, cfg, placement, card=card.name if card else "", step=step)
 
-    identity = recipes.identity(recipe, cfg)
     with Checkpointer(workdir / "checkpoints", keep=KEEP, identity=identity) as checkpointer:
         if not cfg.train.steps:
             return _save_start(recipe, checkpointer, workdir, begin)

@@ -11,6 +11,7 @@ import numpy as np
 from lw_jax.core import precision
 from lw_jax.core.eval_rows import KNOWN_TO_CACHE, OF_CACHE, ROWS
 from lw_jax.core.files import content_hash
+from lw_jax.core.progress import phase
 from lw_jax.data.batches import Encoded, one_context
 from lw_jax.data.examples import spread
 from lw_jax.evals import cache_rows, swaps
@@ -41,7 +42,8 @@ def measure(
     there are not measured again: of the same wire, program, data and options but for rows and batch.
     """
     recipe, options = wire.recipe, wire.recipe.cfg.eval
-    encoded = recipe.encode(recipe.questions("validation", least=options.examples))
+    with phase("reading and tokenising the held-out data"):
+        encoded = recipe.encode(recipe.questions("validation", least=options.examples))
     say("held-out data: " + "\n".join([*encoded.describe(), *describe_measured(encoded, options)]))
     rows = _rows(options.rows, several=not one_context(encoded.examples), say=say)
     indices, ratio = spread(len(encoded), options.examples), wire.ratio or recipe.cfg.encoder.ratio

@@ -53,7 +53,8 @@ def teach(recipe: WireReaders, frozen: Tree, *, batch: int) -> dict[str, jax.Arr
 
     `eval.taught_steps` of the configuration is the effort; `batch`: most examples at once, a multiple of the data axis.
     """
-    encoded, identity, vectors = _encode(recipe), recipe.identity(), {}
+    with phase("reading the training data that teach the form of the answer"):
+        encoded, identity, vectors = _encode(recipe), recipe.identity(), {}
     for name in recipe.wire.readers:
         training = _TrainingSet.of(dataclasses.replace(encoded, readers={name: encoded.readers[name]}), recipe)
         path = sources.cache_root() / "taught" / f"{_identify(recipe, training, name, identity[f'llms/{name}'])}.npy"

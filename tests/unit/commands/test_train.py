@@ -7,7 +7,9 @@ import sys
 import pytest
 
 from lw_jax.commands import loading, train
+from lw_jax.core import progress
 from lw_jax.core.errors import UserError
+from lw_jax.data import batches, examples
 from tests import tiny
 from tests.commands import PROJECT
 
@@ -25,6 +27,27 @@ def test_a_start_that_is_refused_or_finds_the_run_finished_changes_no_record(tmp
     with pytest.raises(UserError, match="checkpoint"):
         train.main(cfg, folder, lambda: calls.append("refused"))
     assert calls == ["begun"] and hardware.read_text() == before
+
+
+def test_the_data_are_read_and_tokenised_in_a_phase(root, tmp_path, monkeypatch):
+    seen = []
+
+    def told(module, name):
+        read = getattr(module, name)
+
+        def reading(*args, **named):
+            seen.append((name, [work.what for work in progress._phases]))
+            return read(*args, **named)
+
+        monkeypatch.setattr(module, name, reading)
+
+    told(examples, "load")
+    told(batches, "encode")
+    monkeypatch.setattr(train, "Run", None)
+    cfg = tiny.make_recipe(root, mesh__placement="single").cfg
+    with pytest.raises(TypeError):  # all has been read when the run is made
+        train.main(cfg, tiny.start_folder(tmp_path / "run", cfg))
+    assert {name for name, _ in seen} == {"load", "encode"} and all(phases for _, phases in seen)
 
 
 def test_an_encoder_of_another_run_is_not_said_to_be_from_scratch(root):
