@@ -27,6 +27,7 @@ USER_ERROR = 2
 JOIN = 300  # seconds for all processes to start and import, as JAX's own default
 HEARTBEAT = 300  # seconds of JAX's own heartbeat, above ours: the relay needs the GIL, JAX's threads do not
 PATIENCE = 24 * 3600  # seconds for a decision of the first process; its death is detected by the watch
+PIECE = 1 << 28  # bytes of a process that lie on every device at once while they are gathered
 SILENT, TOLD_EVERY = 5, 30  # seconds before the first line of a wait to join, and between two
 
 _T = TypeVar("_T")
@@ -161,11 +162,16 @@ def gather_rows(rows: np.ndarray) -> list[np.ndarray]:
 def _gather_bytes(data: bytes) -> list[bytes]:
     from jax.experimental import multihost_utils
 
-    sizes = multihost_utils.process_allgather(np.array([len(data)], np.int32)).reshape(-1)
-    padded = np.zeros(1 << int(max(1, sizes.max())).bit_length(), np.uint8)  # few sizes: each compiles a program
-    padded[: len(data)] = np.frombuffer(data, np.uint8)
-    gathered = multihost_utils.process_allgather(padded)
-    return [row[:size].tobytes() for row, size in zip(gathered, sizes.tolist(), strict=True)]
+    parted = multihost_utils.process_allgather(np.array([divmod(len(data), PIECE)], np.int32)).reshape(-1, 2)
+    sizes = [whole * PIECE + rest for whole, rest in parted.tolist()]
+    parts = [[b""] for _ in sizes]
+    for first in range(0, max(sizes), PIECE):
+        width = min(1 << (max(sizes) - first).bit_length(), PIECE)  # few sizes: each compiles a program
+        padded, piece = np.zeros(width, np.uint8), data[first : first + PIECE]
+        padded[: len(piece)] = np.frombuffer(piece, np.uint8)
+        for part, row, size in zip(parts, multihost_utils.process_allgather(padded), sizes, strict=True):
+            part.append(row[: max(0, size - first)].tobytes())
+    return [b"".join(part) for part in parts]
 
 
 def _client() -> Any:

@@ -8,7 +8,9 @@ import threading
 import time
 
 import jax
+import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 from lw_jax.core import peers, process_start, processes
 from lw_jax.core.errors import UserError
@@ -142,3 +144,30 @@ def test_what_the_first_process_finds_holds_for_all(monkeypatch):
     with pytest.raises(UserError, match="all are damaged"):
         processes.from_first(lambda: None)
     assert json.loads(client.values["latentwire/decision/0"]) == {"value": {"step": 50}}
+
+
+def test_more_bytes_than_a_piece_are_gathered_in_pieces_whatever_each_process_has(monkeypatch):
+    data, widths, barrier = [b"", b"0123456", b"0123456789abcdef"], set(), threading.Barrier(3)
+    given, found = [np.zeros(0)] * 3, [[b""]] * 3
+    rank = threading.local()
+
+    def process_allgather(values):
+        given[rank.number] = values
+        widths.add(values.size)
+        barrier.wait(10)
+        gathered = np.stack(given)
+        barrier.wait(10)
+        return gathered
+
+    def run(number):
+        rank.number = number
+        found[number] = processes._gather_bytes(data[number])
+
+    monkeypatch.setattr(multihost_utils, "process_allgather", process_allgather)
+    monkeypatch.setattr(processes, "PIECE", 4)
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [data] * 3 and max(widths) == 4
