@@ -31,6 +31,7 @@ from lw_jax.training.recipe import Weights
 from sharding import place, placement, rules, tables
 from sharding.placement import Placement
 
+COUNTED = 1024  # texts whose tokens are in memory at once
 PIECES = 4  # ids of a token string in another vocabulary, whose embeddings an aligned start averages
 
 
@@ -159,10 +160,14 @@ class LatentWire(WireReaders):
     def _count_tokens(self, trainable: Tree, frozen: Tree) -> Tree:
         """Returns the tree with each token's rarity: -log of its share in the training texts, one more of each."""
         del frozen
-        texts = dict.fromkeys(example.context for example in self.curriculum.examples("train"))
-        with phase("counting the tokens of the training texts"):
-            ids = np.concatenate(prompt_tokens.tokenize(self.layout.source, list(texts)))
-        counts = np.bincount(ids, minlength=len(trainable["encoder"]["head"]["pool"]["rarity"])) + 1
+        texts = list(dict.fromkeys(example.context for example in self.curriculum.examples("train")))
+        counts = np.ones(len(trainable["encoder"]["head"]["pool"]["rarity"]), np.int64)
+        with phase("counting the tokens of the training texts", len(texts), "texts") as done:
+            for first in range(0, len(texts), COUNTED):
+                part = texts[first : first + COUNTED]
+                ids = np.concatenate(prompt_tokens.tokenize(self.layout.source, part))
+                counts += np.bincount(ids, minlength=len(counts))
+                done.advance(len(part))
         rarity = jnp.asarray(np.log(counts.sum() / counts), jnp.float32)
         encoder = trainable["encoder"]
         return trainable | {"encoder": encoder | {"head": encoder["head"] | {"pool": {"rarity": rarity}}}}

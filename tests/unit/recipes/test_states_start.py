@@ -9,9 +9,9 @@ import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT
-from lw_jax.data import batches
+from lw_jax.data import batches, prompt_tokens
 from lw_jax.models import decoder, encoder, kv_prefix
-from lw_jax.recipes import frozen_models, states_start
+from lw_jax.recipes import frozen_models, latentwire, states_start
 from tests import tiny
 
 SLOTS = 6
@@ -59,6 +59,18 @@ def make(root, **changes):
 def started(root):
     recipe = make(root)
     return recipe, recipe.build()
+
+
+def test_rarity_is_counted_in_a_few_texts_at_a_time(started, monkeypatch):
+    recipe, built = started
+    read, tokenize = [], prompt_tokens.tokenize
+    monkeypatch.setattr(latentwire, "COUNTED", 5)
+    monkeypatch.setattr(
+        prompt_tokens, "tokenize", lambda tokenizer, texts: read.append(len(texts)) or tokenize(tokenizer, texts)
+    )
+    again = recipe._count_tokens(built.trainable, {})["encoder"]["head"]["pool"]["rarity"]
+    np.testing.assert_array_equal(again, built.trainable["encoder"]["head"]["pool"]["rarity"])
+    assert max(read) == 5 and sum(read) == len({one.context for one in recipe.curriculum.examples("train")})
 
 
 def test_adapters_start_near_the_keys_and_values_of_the_rarest_tokens(started):
