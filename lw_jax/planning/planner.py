@@ -42,7 +42,9 @@ SIZES = {"single": 1, "dual": 2, "quad": 4}  # words for a number of cards on on
 
 
 def inspect(cfg: Config) -> list[preflight.Finding]:
-    return preflight.inspect(cfg, recipes.outline(config.with_remat(cfg, "none")) if cfg.train.steps else None)
+    recipe = recipes.outline(config.with_remat(cfg, "none")) if cfg.train.steps else None
+    with phase("checking the configuration, and rows of data that are here"):
+        return preflight.inspect(cfg, recipe)
 
 
 def resolve_target(word: str, *, config: str) -> str:

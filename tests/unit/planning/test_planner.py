@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from lw_jax.commands import train
-from lw_jax.core import config, processes
+from lw_jax.core import config, processes, progress
 from lw_jax.core.errors import UserError
 from lw_jax.planning import gpus, hardware, placement_search, plan_tables, planner, plans
 from lw_jax.planning.hardware import Hardware
 from lw_jax.recipes import selfmade
-from lw_jax.training import memory, memory_limit, micro_batch_search
+from lw_jax.training import memory, memory_limit, micro_batch_search, preflight
 from lw_jax.training.memory_limit import MemoryLimit
 from sharding.errors import PlacementError
 from tests import tiny
@@ -53,6 +53,12 @@ def test_where_memory_is_not_told_all_devices_share_the_batch_that_make_a_share_
 def test_validations_take_their_share_of_a_run(root, changes, share):
     made = {"train__global_batch": 8, "train__alarm_step": 0, "data__validation_limit": 0} | changes
     assert planner.validation_share(tiny.make_config(root, **made)) == (share and pytest.approx(share))
+
+
+def test_rows_that_are_checked_before_a_plan_are_checked_in_a_phase(root, monkeypatch):
+    seen = []
+    monkeypatch.setattr(preflight, "inspect", lambda cfg, recipe: seen.append(list(progress._phases)) or [])
+    assert planner.inspect(tiny.make_recipe(root).cfg) == [] and all(seen) and seen
 
 
 def test_what_is_configured_stays(root):
