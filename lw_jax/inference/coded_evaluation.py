@@ -12,6 +12,7 @@ from lw_jax.core import precision
 from lw_jax.core.eval_rows import KNOWN_TO_CACHE, OF_CACHE, ROWS
 from lw_jax.core.files import content_hash
 from lw_jax.core.progress import phase
+from lw_jax.data import examples
 from lw_jax.data.batches import Encoded, one_context
 from lw_jax.data.examples import spread
 from lw_jax.evals import cache_rows, swaps
@@ -98,8 +99,8 @@ def _key(wire: CodedWire, encoded: Encoded) -> str:
         del options["eval"][name]
     del options["mesh"]
     options["compute"]["dtype"] = precision.resolve(wire.recipe.cfg.compute.dtype, wire.recipe.placement.platform)
-    examples = [dataclasses.astuple(example) for example in encoded.examples]
-    return content_hash([wire.fingerprint, wire.ratio, options, examples, plan_cache.code()])
+    asked = [[example.id for example in encoded.examples], examples.digest(encoded.examples)]
+    return content_hash([wire.fingerprint, wire.ratio, options, asked, plan_cache.code()])
 
 
 def measure_times(wire: CodedWire, measured: Measured, name: str) -> tuple[Times, dict[str, float]]:

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import peer_compaction
 from lw_jax.core.errors import UserError
+from lw_jax.core.types import Example
 from lw_jax.data import prompt_tokens
 from lw_jax.evals import cache_rows, control_rows
 from lw_jax.evals.control_rows import Measured
@@ -201,3 +202,13 @@ def test_a_message_is_timed_with_what_the_rows_read_of_a_text(root):
     assert len(prompt_tokens.tokenize(wire.recipe.tokenizers["qwen"], [cut])[0]) <= len(own) + 1
     wire._check_reader, wire._put = lambda reader: None, lambda fields, reader: fields
     assert peer_compaction.questions_of(wire, "qwen", 1)[0]["text"] == cut
+
+
+def test_the_key_of_an_evaluation_is_of_all_texts_without_holding_them_together(untrained, monkeypatch):
+    recipe, hashed = untrained.recipe, []
+    monkeypatch.setattr(coded_evaluation, "content_hash", lambda content: hashed.append(json.dumps(content)) or "key")
+    one = Example("a", "Ann is in Rome. " * 99, "Where?", ("Rome",))
+    wire: Any = types.SimpleNamespace(recipe=recipe, fingerprint="f", ratio=4)
+    for example in (one, *(dataclasses.replace(one, **{name: "x"}) for name in ("id", "context", "question"))):
+        coded_evaluation._key(wire, types.SimpleNamespace(examples=[example]))  # pyright: ignore
+    assert len(set(hashed)) == 4 and "Ann is in Rome" not in hashed[0]
