@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lw_jax.core.progress import phase
 from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.batches import Encoded
 from lw_jax.data.tokens import Tokenizer
@@ -56,12 +57,16 @@ def attach(
     for name, fields in encoded.readers.items():
         tokenizer = layout.readers[name].tokenizer
         ids, chosen_tokens = [np.zeros(0, np.int32)] * len(encoded), [0] * len(encoded)
-        for index, slots, tokens in zip(indices, encoded.count_slots(indices), scored, strict=True):
-            room = positions(encoded, name, "latents", index, slots=int(slots))
-            text = encoded.examples[index].context
-            chosen = prompt_tokens.tokenize(tokenizer, [choose(text, tokens, tokenizer, room=room)])[0][:room]
-            ids[index] = np.concatenate([fields["before"].ids[index], chosen])
-            chosen_tokens[index] = len(chosen)
+        known: dict[tuple[str, int], np.ndarray] = {}  # of a text, whatever is asked about it
+        with phase(f"{name}: choosing the least predictable words", len(indices), "texts") as done:
+            for index, slots, tokens in done.track(zip(indices, encoded.count_slots(indices), scored, strict=True)):
+                room = positions(encoded, name, "latents", index, slots=int(slots))
+                text = encoded.examples[index].context
+                if (text, room) not in known:
+                    chosen = choose(text, tokens, tokenizer, room=room)
+                    known[text, room] = prompt_tokens.tokenize(tokenizer, [chosen])[0][:room]
+                ids[index] = np.concatenate([fields["before"].ids[index], known[text, room]])
+                chosen_tokens[index] = len(known[text, room])
         readers[name] = fields | {CONTEXT: batches.field(ids, tokenizer.pad, left=True)}
         counts[name] = {**encoded.context_tokens[name], CONTEXT: chosen_tokens}
     return dataclasses.replace(encoded, readers=readers, context_tokens=counts)

@@ -1,8 +1,13 @@
 """lw_jax/evals/selection.py: which words are chosen, by hand-made scores."""
 
+import types
+
 import numpy as np
 import pytest
 
+from lw_jax.core.types import Example
+from lw_jax.data import batches
+from lw_jax.data.tokens import ByteTokenizer
 from lw_jax.evals import selection
 from lw_jax.evals.selection import Scored
 
@@ -73,3 +78,33 @@ def test_scripts_without_blanks_are_parted_where_a_token_ends():
 def test_text_without_a_word_has_none_selected(text):
     nothing = Scored(np.zeros((0, 2), np.int32), np.zeros(0, np.float32))
     assert selection.choose(text, nothing, Letters(), room=4) == ""
+
+
+def test_words_of_a_text_are_chosen_once_for_all_of_its_questions(monkeypatch):
+    read, choose = [], selection.choose
+    monkeypatch.setattr(
+        selection, "choose", lambda text, *rest, room: read.append(text) or choose(text, *rest, room=room)
+    )
+    tokenizer = ByteTokenizer()
+    texts = ("Ann is in Rome.", "Bo is in Oslo.", "Ann is in Rome.")
+    ids = tokenizer.encode_batch(list(texts))
+    field = batches.field(ids, tokenizer.pad, left=False)
+    encoded = batches.Encoded(
+        examples=tuple(Example(str(n), text, "Where?", ("?",)) for n, text in enumerate(texts)),
+        source=field,
+        readers={"a": {"before": batches.field([np.zeros(1, np.int32)] * 3, tokenizer.pad, left=True)}},
+        counts={},
+        slots=7,
+        width=1,
+        context_tokens={"a": {}},
+    )
+    spans = [np.stack([np.arange(len(row)), np.arange(len(row)) + 1], axis=1) for row in ids]
+    scored = [Scored(span, np.arange(len(span), dtype=np.float32)) for span in spans]
+    layout = types.SimpleNamespace(readers={"a": types.SimpleNamespace(tokenizer=tokenizer)})
+    found = selection.attach(encoded, range(3), scored, layout=layout)
+    assert read == ["Ann is in Rome.", "Bo is in Oslo."]
+    assert [bytes(row[1:].tolist()) for row in found.readers["a"][selection.CONTEXT].ids] == [
+        b"in Rome",
+        b"in Oslo",
+        b"in Rome",
+    ]
