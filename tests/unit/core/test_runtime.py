@@ -51,6 +51,12 @@ def test_machine_for_gpus_without_one_is_refused_and_not_computed_on(fails, why)
             assert line.startswith("error: ") and "CUDA_VISIBLE_DEVICES='NoDevFiles'" in line and why in line
 
 
+def test_64_bit_numbers_are_refused_before_a_program_meets_them():
+    with jax.enable_x64(True), pytest.raises(UserError, match=r"^JAX_ENABLE_X64.*enable_x64"):
+        runtime.start_devices()
+    runtime.start_devices()
+
+
 class Device:
     """What a GPU's runtime reports."""
 
