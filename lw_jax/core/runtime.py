@@ -118,18 +118,19 @@ def tell_device() -> None:
 def enable_compile_cache(folder: Path) -> None:
     """Enables JAX's persistent compilation cache in `folder`, for programs of any size.
 
-    A run has a hundred small programs, of 50 ms each. JAX_COMPILATION_CACHE_DIR and
-    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS take precedence. A read-only folder is read.
+    A run has a hundred small programs, of 50 ms each. JAX_COMPILATION_CACHE_DIR, a folder that jax.config has already
+    and JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS take precedence. A read-only folder is read.
 
     Raises:
       UserError: the folder does not exist and cannot be made.
     """
     if _LEAST not in os.environ:
         jax.config.update(_LEAST.lower(), 0.0)
-    if named := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        folder = Path(named)
-    else:
+    named = jax.config.values["jax_compilation_cache_dir"]  # by the variable, or in this process
+    if named in (None, "", str(folder)):
         jax.config.update("jax_compilation_cache_dir", str(make_cache(folder)))
+    else:
+        folder = Path(named)
     if folder.exists() and not os.access(folder, os.W_OK):  # or JAX would warn of each program that it cannot write
         jax.config.update(_LEAST.lower(), math.inf)
 

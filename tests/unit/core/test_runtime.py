@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 
 from lw_jax.core import processes, runtime
 from lw_jax.core.errors import UserError
+from lw_jax.planning import gpus
 
 ROOT = Path(__file__).parents[3]
 
@@ -109,16 +110,25 @@ def test_compile_cache_is_made_where_asked_or_refused(tmp_path, monkeypatch):
     for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
         monkeypatch.delenv(name)
     made = {}
-    monkeypatch.setattr(jax.config, "update", made.__setitem__)
-    runtime.enable_compile_cache(tmp_path / "made" / "cache")
-    assert (tmp_path / "made" / "cache").is_dir()
-    assert made == {
-        "jax_compilation_cache_dir": str(tmp_path / "made" / "cache"),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="LW_JAX_CACHE"):
-        runtime.enable_compile_cache(tmp_path / "file" / "compiled")
+    with gpus.compile_cache(None), monkeypatch.context() as patch:
+        patch.setattr(jax.config, "update", made.__setitem__)
+        runtime.enable_compile_cache(tmp_path / "made" / "cache")
+        assert (tmp_path / "made" / "cache").is_dir()
+        assert made == {
+            "jax_compilation_cache_dir": str(tmp_path / "made" / "cache"),
+            "jax_persistent_cache_min_compile_time_secs": 0.0,
+        }
+        (tmp_path / "file").write_text("")
+        with pytest.raises(UserError, match="LW_JAX_CACHE"):
+            runtime.enable_compile_cache(tmp_path / "file" / "compiled")
+
+
+def test_compile_cache_that_the_process_has_chosen_stays(tmp_path, monkeypatch):
+    """A notebook that sets jax.config before it opens a wire."""
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    with gpus.compile_cache(str(tmp_path / "own")):
+        runtime.enable_compile_cache(tmp_path / "ours")
+        assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "own")
 
 
 @pytest.mark.parametrize("named", [False, True])  # in JAX's variable, as in a job
