@@ -307,10 +307,20 @@ def tokenize(tokenizer: AnyTokenizer, texts: list[str], *, limit: int | None = N
     With a limit, only a prefix of a far longer text is tokenised: more than `limit` ids, the first `limit` of them the
     whole text's. So an overlong text is detected without tokenising megabytes. Equal texts, as those of several
     questions, are tokenised once and share their ids.
+
+    Raises:
+        UserError: a text has half of a surrogate pair, as one that JavaScript has cut inside an emoji.
     """
     if len(distinct := list(dict.fromkeys(texts))) < len(texts):
         known = dict(zip(distinct, tokenize(tokenizer, distinct, limit=limit), strict=True))
         return [known[text] for text in texts]
+    for text in texts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            near = text[max(0, error.start - 20) : error.end + 20]
+            rule = f"{text[error.start]!r} is half of a surrogate pair, which no UTF-8 text has"
+            raise UserError(f"text {near!r}: {rule}; remove it, or cut texts between characters") from error
     chunk = 1024  # the library's encodings take many times the memory of their ids, so only a chunk is held
     starts = range(0, len(texts), chunk)
     size = None if limit is None else WIDEST * (limit + MARGIN)
