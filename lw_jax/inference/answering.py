@@ -219,10 +219,10 @@ def pair(message: bytes | Several, question: str | Questions) -> list[tuple[byte
         if not isinstance(message, SINGLE):
             raise UserError(f"{len(message)} messages and one question: give a list with a question for each message")
         return [(bytes(message), question)]
-    messages = [bytes(message)] * len(question) if isinstance(message, SINGLE) else message
+    messages = [message] * len(question) if isinstance(message, SINGLE) else message
     if len(messages) != len(question) or not question:
         raise UserError(f"{len(messages)} messages and {len(question)} questions: give one for each, at least one")
-    return list(zip(messages, question, strict=True))
+    return list(zip(map(bytes, messages), question, strict=True))
 
 
 def to_host(array: jax.Array) -> np.ndarray:

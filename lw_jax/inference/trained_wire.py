@@ -140,8 +140,8 @@ class TrainedWire(Answering):
         self._check_kind("embeddings", "prefix")
         self._check_reader(reader)
         prefixes = []
-        for framed in (bytes(message),) if isinstance(message, SINGLE) else message:
-            frame, latents = self._open(framed, reader)
+        for framed in (message,) if isinstance(message, SINGLE) else message:
+            frame, latents = self._open(bytes(framed), reader)
             placed = self._put(latents[None], reader)
             prefix = self.functions.prefix(self.trainable, placed, reader)
             assert isinstance(prefix, jax.Array), "a wire of embeddings"

@@ -107,6 +107,15 @@ def test_message_is_eight_bits_a_value_by_default_and_the_same_for_the_same_text
     assert len(wire.encoder_fingerprint) == 16
 
 
+@pytest.mark.parametrize("kind", [bytearray, memoryview])
+def test_messages_in_buffers_are_read_as_their_bytes(wire, message, kind):
+    """As a socket or a mapped file gives them, one or several."""
+    questions, several = ["Who?", "Where?"], [kind(message), kind(message)]
+    assert wire.read(several, "llama", questions) == wire.read(kind(message), "llama", questions)
+    (of_buffer,), of_bytes = wire.prefix(several[:1], "llama"), wire.prefix(message, "llama")
+    np.testing.assert_array_equal(of_buffer, of_bytes)
+
+
 REFUSED = [
     ("write", (TEXT,), {"bits": 3}, "bits=3"),
     ("write", (TEXT,), {"slots": 6}, "slots=6.*encoder.slots=5"),
