@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Self, TypeVar
 
 from rich.columns import Columns
@@ -25,8 +26,16 @@ SECONDS = "LW_JAX_PROGRESS_SECONDS"  # between two lines about a phase where the
 
 _T = TypeVar("_T")
 
+quiet: ContextVar[bool] = ContextVar("quiet", default=False)  # `say` prints nothing in this thread
+
 _view: "_View | None" = None  # on the screen now
 _phases: "list[_Phase]" = []  # entered and not left, the outermost first
+
+
+def say(text: str) -> None:
+    """Prints a line of a command's output, in the first process."""
+    if is_first_process() and not quiet.get():
+        print(text, flush=True)
 
 
 def duration(seconds: float) -> str:

@@ -1,8 +1,6 @@
 """Evaluation of a trained wire: control table, joint answers, geometry of the latents, byte curve, and their files."""
 
-import contextlib
 import dataclasses
-import io
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,11 +9,11 @@ import jax
 import msgspec
 import numpy as np
 
-from lw_jax.core import eval_rows
+from lw_jax.core import eval_rows, progress
 from lw_jax.core.config import Eval
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
-from lw_jax.core.progress import phase
+from lw_jax.core.progress import phase, say
 from lw_jax.data.batches import Encoded, one_context
 from lw_jax.data.examples import spread
 from lw_jax.evals import (
@@ -63,8 +61,11 @@ def evaluate(wire: TrainedWire | CodedWire, *, quiet: bool = False, folder: Path
 
     Records of a wire of kind "cache" are written to the folder as they are made: see `coded_evaluation.measure`.
     """
-    with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
+    before = progress.quiet.set(quiet)  # sys.stdout is that of all threads
+    try:
         return _evaluate_coded(wire, folder) if isinstance(wire, CodedWire) else _evaluate_latents(wire)
+    finally:
+        progress.quiet.reset(before)
 
 
 def _evaluate_latents(wire: TrainedWire) -> Evaluation:
@@ -85,7 +86,7 @@ def _evaluate_latents(wire: TrainedWire) -> Evaluation:
             batch, cfg.eval, lambda options: quality_curve.sweep(bench, measured, options=options, **sizes)
         )
         if cut := measured.encoded.counts["source_cut"]:
-            _say(f"bytes of texts are of whole texts; the encoder read {cut} texts in part (data.overlong)")
+            say(f"bytes of texts are of whole texts; the encoder read {cut} texts in part (data.overlong)")
         if coded_by_model:
             texts = quality_curve.texts_of(measured, cfg.eval)
             coded = quality_curve.model_bytes(texts, wire.recipe.surprisal.score(texts))
@@ -117,7 +118,7 @@ def _evaluate_coded(wire: CodedWire, folder: Path | None) -> Evaluation:
     """Returns the rows of a wire of kind "cache"; it has no latents whose geometry could be measured, and no curve."""
     cfg, batch = wire.recipe.cfg, _batch(wire.recipe)
     taught = _teach(wire, batch, set(cfg.eval.rows) & set(eval_rows.KNOWN_TO_CACHE))
-    settings: Any = {"say": _say, "folder": folder, "taught": taught}
+    settings: Any = {"say": say, "folder": folder, "taught": taught}
     measured = _fitting(
         batch, cfg.eval, lambda options: coded_evaluation.measure(wire, batch=options.batch, **settings)
     )
@@ -129,7 +130,7 @@ def _evaluate_coded(wire: CodedWire, folder: Path | None) -> Evaluation:
         try:
             times, others = coded_evaluation.measure_times(wire, measured, name)
         except UserError as error:  # of the median text, where so few positions keep nothing: all rows are measured
-            _say(f"{name}: not timed: {error}")
+            say(f"{name}: not timed: {error}")
             continue
         _add_times(times, summary[name], figures)
         figures.update(others)
@@ -165,7 +166,7 @@ def measure(
     bench = bench or _bench(wire, batch)
     with phase("reading and tokenising the held-out data"):
         encoded = recipe.data("validation", rows=eval_rows.fields_of(options.rows), least=options.examples)
-    _say("held-out data: " + "\n".join([*encoded.describe(), *control_rows.describe_measured(encoded, options)]))
+    say("held-out data: " + "\n".join([*encoded.describe(), *control_rows.describe_measured(encoded, options)]))
     options = _without_other_texts(options, encoded)
     _check_positions(recipe, encoded, options)
     changed = _make_swaps(recipe, encoded)
@@ -176,7 +177,7 @@ def measure(
     if any(eval_rows.ROWS[row].compacted for row in options.rows):
         encoded = control_rows.attach_ceiling(encoded, spread(len(encoded), options.examples))
     if options.layers == "unstacked":
-        _say("answers: layers unstacked (eval.layers)")
+        say("answers: layers unstacked (eval.layers)")
     return _fitting(
         batch,
         options,
@@ -206,7 +207,7 @@ def _without_other_texts(options: Eval, encoded: Encoded) -> Eval:
             f"config.eval.rows: {', '.join(other)} {rule}; name other rows, raise eval.examples, or export the "
             "wire and measure it on other data: eval --workdir WIRE --out DIR --config.data.validation=FILE"
         )
-    _say(f"left out: {', '.join(other)} {rule}")
+    say(f"left out: {', '.join(other)} {rule}")
     return dataclasses.replace(options, rows=rows)
 
 
@@ -240,7 +241,7 @@ def _make_swaps(recipe: LatentWire, encoded: Encoded) -> swaps.Swaps | None:
     indices = spread(len(encoded), options.examples)
     swapped = swaps.make(encoded, indices, layout=recipe.layout, fields=eval_rows.fields_of(rows))
     _check_positions(recipe, swapped.encoded, dataclasses.replace(options, rows=tuple(rows)))
-    _say(swapped.describe(rows, len(indices)))
+    say(swapped.describe(rows, len(indices)))
     return swapped
 
 
@@ -300,19 +301,14 @@ def _teach(
 
 
 def _batch(recipe: WireReaders) -> out_of_memory.HalvingBatch:
-    cfg, batch = recipe.cfg, out_of_memory.HalvingBatch(recipe.cfg, recipe.placement, say=_say)
+    cfg, batch = recipe.cfg, out_of_memory.HalvingBatch(recipe.cfg, recipe.placement, say=say)
     # Several processes cannot agree on another one where memory runs out.
     limit = memory_limit.local(cfg) if jax.process_count() > 1 else None
     if limit and (generates := generation(StepSpec(cfg, recipe))):  # of a cache wire it is not known
         estimate = evaluation_memory.of(generates, limit)
         if batch.fit(estimate.largest):
-            _say(f"{estimate.description}; it is taken")
+            say(f"{estimate.description}; it is taken")
     return batch
-
-
-def _say(text: str) -> None:
-    if jax.process_index() == 0:
-        print(text, flush=True)
 
 
 def _fitting(batch: out_of_memory.HalvingBatch, options: Eval, compute: Callable[[Eval], _T]) -> _T:

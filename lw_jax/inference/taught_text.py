@@ -19,7 +19,7 @@ from lw_jax.core import config, precision, processes
 from lw_jax.core import rng as rngs
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import content_hash
-from lw_jax.core.progress import phase
+from lw_jax.core.progress import phase, say
 from lw_jax.core.types import Example, Tree
 from lw_jax.data import batches, examples
 from lw_jax.data.batches import Encoded
@@ -74,7 +74,7 @@ def teach(recipe: WireReaders, frozen: Tree, *, batch: int) -> dict[str, jax.Arr
             if jax.process_index() == 0:
                 learned = f"{len(losses)} steps of {training.describe()}, loss {losses[0]:.3f} at first"
                 last = f"{np.mean(losses[-4:]):.3f} at last"
-                print(f"text_taught {name}: one vector taught the form of the answer in {learned}, {last}", flush=True)
+                say(f"text_taught {name}: one vector taught the form of the answer in {learned}, {last}")
                 save_array(path, vector)
             cached = vector.tolist()
         vectors[name] = place.replicate(np.asarray(cached, np.float32), recipe.placement.readers[name].mesh)

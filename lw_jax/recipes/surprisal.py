@@ -11,6 +11,7 @@ import numpy as np
 
 from lw_jax.core import precision
 from lw_jax.core.config import Config
+from lw_jax.core.progress import say
 from lw_jax.core.types import Tree
 from lw_jax.data.batches import Batch, Field
 from lw_jax.data.frozen_cache import Store, key_of
@@ -80,10 +81,7 @@ class Surprisal:
             what="how predictable each word is",
         )
         if count:
-            print(
-                f"{count:,} windows of text read for how predictable each word is; cached in {self.store.folder}",
-                flush=True,
-            )
+            say(f"{count:,} windows of text read for how predictable each word is; cached in {self.store.folder}")
         rows = iter(self.store.read(keys)["values"])
         for (ids, spans), cut in zip(tokenized, cuts, strict=True):
             yield Scored(spans, _join([next(rows) for _ in cut], cut, len(ids)))

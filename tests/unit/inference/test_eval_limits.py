@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import json
+import threading
 import types
 from typing import Any
 
@@ -65,6 +66,39 @@ def test_cache_that_cannot_be_written_is_refused_before_anything_is_measured(roo
     monkeypatch.setattr(evaluation, "measure", lambda *_: pytest.fail("measured, and lost"))
     with pytest.raises(UserError, match="LW_JAX_CACHE"):
         evaluation.evaluate(wire)
+
+
+def test_a_quiet_evaluation_silences_no_other_thread(untrained, tmp_path, capsys, monkeypatch):
+    """A server's log goes on beside it, and behind two evaluations that end in the order of their begin."""
+    asked = ask(untrained, tmp_path, ["Mara has 3 lamps.", "Tom has 3 bells."], ("none",))
+    begun, second, ended = threading.Event(), threading.Event(), threading.Event()
+    timed = evaluation.first_token.measure
+
+    def measure(*args, **words):
+        if not begun.is_set():
+            begun.set()
+            assert second.wait(60)
+        else:
+            second.set()
+            assert ended.wait(60)
+        return timed(*args, **words)
+
+    monkeypatch.setattr(evaluation.first_token, "measure", measure)
+
+    def evaluate():
+        evaluation.evaluate(asked, quiet=True)
+        ended.set()
+
+    threads = [threading.Thread(target=evaluate) for _ in range(2)]
+    threads[0].start()
+    assert begun.wait(60)
+    threads[1].start()
+    assert second.wait(60)
+    print("beside")
+    for thread in threads:
+        thread.join()
+    print("behind")
+    assert capsys.readouterr().out == "beside\nbehind\n"
 
 
 def test_random_latents_are_not_those_of_the_one_text_that_is_measured(untrained, tmp_path, capsys):
