@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 
 from lw_jax.core import tree
 from lw_jax.core.errors import UserError
@@ -59,7 +60,7 @@ class CodedWire(Answering):
         alone; None: config.encoder.ratio.
         """
         chosen = self.recipe.cfg.encoder.ratio if ratio is None else ratio
-        ratios = sorted({check_ratio(value) for value in ([chosen] if isinstance(chosen, int) else chosen)})
+        ratios = sorted({check_ratio(value) for value in np.atleast_1d(chosen).tolist()})
         if not ratios:
             raise UserError("ratio=(): name one ratio or more")
         if not text.strip():
@@ -159,6 +160,6 @@ class CodedWire(Answering):
 
 def check_ratio(ratio: int, *, name: str = "ratio") -> int:
     """Returns the ratio; raises UserError for one that has no table."""
-    if not 1 <= ratio <= RATIOS:
+    if ratio not in range(1, RATIOS + 1):
         raise UserError(f"{name}={ratio}: a message has one of 1 to {RATIOS} positions of its text")
-    return ratio
+    return int(ratio)

@@ -85,11 +85,11 @@ def resolve_channel(
     if bits not in codec.BITS:
         raise UserError(f"bits={bits}: a value has {', '.join(map(str, codec.BITS))} bits; choose one of them")
     for name, value, most in (("slots", slots, encoder.slots), ("width", width, encoder.width)):
-        if value is not None and not 1 <= value <= most:
+        if value is not None and value not in range(1, most + 1):
             raise UserError(
                 f"{name}={value}: this wire's encoder has config.encoder.{name}={most}; ask for 1 to {most}"
             )
-    return slots or encoder.slots, width or encoder.width, bits
+    return int(slots or encoder.slots), int(width or encoder.width), int(bits)
 
 
 class TrainedWire(Answering):

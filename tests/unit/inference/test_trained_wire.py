@@ -120,6 +120,7 @@ REFUSED = [
     ("write", (TEXT,), {"bits": 3}, "bits=3"),
     ("write", (TEXT,), {"slots": 6}, "slots=6.*encoder.slots=5"),
     ("write", (TEXT,), {"slots": 0}, "slots=0"),
+    ("write", (TEXT,), {"slots": 2.5}, "slots=2.5"),
     ("write", (TEXT,), {"width": 25}, "width=25.*encoder.width=24"),
     ("write", (" \n",), {}, "context"),
     ("write", ("word " * 60,), {}, "299 .*config.encoder.window=256"),

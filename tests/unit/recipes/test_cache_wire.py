@@ -148,9 +148,17 @@ def test_a_reader_takes_its_own_section_alone(wire, message):
         wire.read(alone, "llama", QUESTION)
 
 
-def test_a_text_of_which_nothing_is_kept_is_refused(wire):
+@pytest.mark.parametrize("ratio", [16, np.int64(16), np.array([16])])
+def test_a_text_of_which_nothing_is_kept_is_refused(wire, ratio):
     with pytest.raises(UserError, match="at ratio=16 nothing is kept of a text of 1 tokens"):
-        wire.write("a", ratio=16, readers=("qwen",))
+        wire.write("a", ratio=ratio, readers=("qwen",))
+
+
+@pytest.mark.parametrize("ratio", [0, 17, 2.5, "2"])
+def test_a_ratio_that_no_message_has_is_refused(wire, ratio):
+    for call in (lambda: wire.write(TEXT, ratio=ratio), lambda: wire.at(ratio)):
+        with pytest.raises(UserError, match=f"ratio={ratio}.*1 to 16"):
+            call()
 
 
 def test_a_run_is_opened_with_all_of_its_readers(run):
