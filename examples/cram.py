@@ -14,6 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from lw_jax.core import environment
+
+environment.hide_idle_cuda()  # before anything imports JAX
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -21,9 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from examples import row_runs
 from examples.ablate import BERT, BYTES
-from lw_jax import recipes
+from lw_jax.core import environment
 from lw_jax.core.errors import leave
-from lw_jax.core.tree import flatten_paths
 from lw_jax.training import run_folder
 
 LEARNED = ("encoder.pooling=queries", "adapter.start=random")  # slots begin as random queries
@@ -86,6 +85,10 @@ def _trained(folder: Path) -> int:
     cfg, total = run_folder.read_config(folder), 0
     if not cfg.train.steps:
         return 0
+    environment.hide_idle_cuda()  # before anything imports JAX
+    from lw_jax import recipes
+    from lw_jax.core.tree import flatten_paths
+
     recipe = recipes.outline(cfg)
     for path, leaf in flatten_paths(recipe.abstract().trainable).items():
         rate = next(rate for pattern, rate in recipe.rates if re.fullmatch(pattern, path))

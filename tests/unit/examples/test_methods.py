@@ -1,7 +1,10 @@
 """examples/methods.py: every named configuration makes sense, trains, and its line is read from what it wrote."""
 
 import csv
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -69,3 +72,10 @@ def test_a_share_is_of_the_row_that_the_comparison_took(tmp_path, monkeypatch):
     first = next(methods._read(runs.write_run(tmp_path), "ours", result))
     f1 = {name: row["f1"] for name, row in result["rows"]["llama"].items()}
     assert first["normalised_f1"] == pytest.approx((f1["latents"] - f1["none"]) / (f1["text"] - f1["none"]))
+
+
+@pytest.mark.parametrize("name", ["cram", "methods"])
+def test_an_example_says_nothing_of_a_cuda_plugin_that_is_idle(name):
+    file = Path(methods.__file__).with_name(f"{name}.py")
+    done = subprocess.run([sys.executable, file, "--help"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
