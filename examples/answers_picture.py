@@ -39,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     figure = draw(*read(args.run, args.reader), args.reader)
-    figure.savefig(args.out, dpi=150, metadata={"Software": None})
+    try:
+        figure.savefig(args.out, dpi=150, metadata={"Software": None})
+    except (OSError, ValueError) as error:  # the last of a format
+        raise UserError(f"--out {args.out}: {error}; name a .png in a writable folder") from error
     return 0
 
 
@@ -51,6 +54,9 @@ def read(run: Path, reader: str) -> tuple[list[dict[str, Any]], dict[str, Any], 
     cfg, rows = found.cfg, found.evaluation["rows"]
     if reader not in rows:
         raise UserError(f"--reader {reader}: this run has {', '.join(rows)}.")
+    if missing := [row for row in ROWS if row not in rows[reader]]:
+        remedy = f"run `eval` again with --config.eval.rows={','.join(ROWS)}"
+        raise UserError(f"{run}: its evaluation has no row {', '.join(missing)}; {remedy}")
     environment.hide_idle_cuda()  # before anything imports JAX
     from lw_jax.data import examples
 

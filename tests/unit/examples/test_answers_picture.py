@@ -22,6 +22,18 @@ def test_cards_are_those_of_the_predictions_where_examples_were_dropped(tmp_path
     shown, _, _ = answers_picture.read(folder, "qwen")
     assert [card["context"] for card in shown] == [f"It is gold {i}." for i in range(3, 8)]
     assert answers_picture.main(["--run", str(folder), "--reader", "qwen", "--out", str(tmp_path / "a.png")]) == 0
+    for out in (tmp_path / "a.words", tmp_path / "nowhere" / "a.png"):
+        with pytest.raises(UserError, match=f"^--out {out}"):
+            answers_picture.main(["--run", str(folder), "--reader", "qwen", "--out", str(out)])
     (tmp_path / "held.jsonl").write_text(json.dumps(rows[0]) + "\n")
     with pytest.raises(UserError, match="predictions.jsonl is of other data"):
+        answers_picture.read(folder, "qwen")
+
+
+def test_an_evaluation_without_a_row_of_the_picture_is_refused(tmp_path):
+    folder = runs.write_run(tmp_path / "run")
+    found = json.loads((folder / "eval.json").read_text())
+    del found["rows"]["qwen"]["shuffled"], found["rows"]["llama"]["shuffled"]
+    (folder / "eval.json").write_text(json.dumps(found))
+    with pytest.raises(UserError, match="no row shuffled.*--config.eval.rows=text,latents,shuffled,none"):
         answers_picture.read(folder, "qwen")
