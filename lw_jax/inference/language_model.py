@@ -119,15 +119,19 @@ class LM:
     def logits(self, ids: np.ndarray | jax.Array, mask: np.ndarray | jax.Array | None = None) -> jax.Array:
         """Returns fp32 next-token logits [b t v] of ids [b t]; mask [b t] is true at real tokens, on either side.
 
-        Raises UserError for a real token beyond the vocabulary.
+        Raises UserError for a real token beyond the vocabulary, and for arrays of other shapes or kinds.
         """
-        ids = jnp.asarray(ids, jnp.int32)
+        ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
         mask = jnp.ones(ids.shape, bool) if mask is None else jnp.asarray(mask, bool)
+        if ids.ndim != 2 or mask.shape != ids.shape or not jnp.issubdtype(ids.dtype, jnp.integer):
+            found = f"ids of shape {ids.shape} and type {ids.dtype}, a mask of shape {mask.shape}"
+            raise UserError(f"logits: {found}: give integers [texts, tokens], and a mask of their shape or none")
         beyond = mask & ((ids < 0) | (ids >= self.config.vocab))
         if beyond.any():
             rule = f"the vocabulary has {self.config.vocab:,}, from 0 on"
             raise UserError(f"logits: id {int(ids[beyond][0])}: {rule}")
-        return self._logits(self.params, jnp.where(mask, ids, 0), mask)  # beyond the table embeddings are NaN
+        ids = jnp.where(mask, ids, 0).astype(jnp.int32)  # beyond the table embeddings are NaN
+        return self._logits(self.params, ids, mask)
 
     def generate(
         self, texts: Sequence[str], max_new_tokens: int = 32, *, temperature: float = 0.0, seed: int = 0

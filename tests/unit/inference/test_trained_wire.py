@@ -75,6 +75,20 @@ def test_continuations_that_nobody_can_mean_are_refused(lm, texts, words, named)
 @pytest.mark.parametrize(
     ("words", "named"),
     [
+        ({"ids": np.array([[5, 2**32 + 1]])}, "id 4294967297"),
+        ({"ids": [[5.0, 1.7]]}, "type float"),
+        ({"ids": [5, 1]}, r"shape \(2,\)"),
+        ({"ids": [[5, 1]], "mask": [[True]]}, r"mask of shape \(1, 1\)"),
+    ],
+)
+def test_logits_are_of_ids_and_a_mask_of_their_shape(lm, words, named):
+    with pytest.raises(UserError, match=f"^logits: .*{named}"):
+        lm.logits(**words)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
         ({"weights": "fp16"}, "weights='fp16'"),
         ({"weights": "int8", "arithmetic": "int8"}, "arithmetic='int8'"),
         ({"weights": "nf4"}, "weights='nf4'"),
