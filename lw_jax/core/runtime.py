@@ -41,7 +41,7 @@ def start_devices() -> None:
       UserError: JAX_PLATFORMS names what is not here, or is not set and no GPU of a machine for them can be used: JAX
         may go on without either. Or 64-bit numbers are turned on.
     """
-    if jax.config.jax_enable_x64:  # other dtypes within programs, other random draws
+    if jax.config.values["jax_enable_x64"]:  # other dtypes within programs, other random draws
         raise UserError(
             "JAX_ENABLE_X64: 64-bit numbers are on, and programs here are of 32 bits; leave it out, or put what lw_jax "
             "does into `with jax.enable_x64(False):`"
