@@ -133,16 +133,14 @@ def test_compile_cache_that_the_process_has_chosen_stays(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("named", [False, True])  # in JAX's variable, as in a job
 def test_compile_cache_that_cannot_be_written_is_read_without_a_warning_a_program(named, tmp_path, monkeypatch):
-    for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
-        monkeypatch.delenv(name)
-    if named:
-        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
     made = {}
-    monkeypatch.setattr(jax.config, "update", made.__setitem__)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    runtime.enable_compile_cache(tmp_path)
+    with gpus.compile_cache(str(tmp_path) if named else None), monkeypatch.context() as patch:
+        patch.setattr(jax.config, "update", made.__setitem__)
+        patch.setattr(os, "access", lambda path, mode: False)
+        runtime.enable_compile_cache(tmp_path / "ours")
     assert made["jax_persistent_cache_min_compile_time_secs"] == math.inf
-    assert ("jax_compilation_cache_dir" in made) is not named
+    assert ("jax_compilation_cache_dir" in made) is not named and (tmp_path / "ours").exists() is not named
 
 
 EARLY = """
