@@ -137,7 +137,7 @@ def test_device_that_is_no_known_card_is_none(monkeypatch):
     ],
 )
 def test_board_of_another_speed_with_a_listed_cards_chip_and_memory_is_none(kind, name, monkeypatch):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "1")
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "1")
     card = gpus.CARDS[name]
     reported = card.capability, card.cores, card.memory_bytes
     assert gpus.of_device(live(*reported, kind=kind)) is None
