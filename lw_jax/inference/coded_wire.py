@@ -110,7 +110,7 @@ class CodedWire(Answering):
 
     def describe(self, message: bytes) -> str:
         """Returns the size of each reader's part of a message, in tokens of the text, positions and bytes."""
-        sections, parts = cache_codec.read_frame(message), []
+        sections, parts = cache_codec.read_frame(bytes(message)), []
         for name, coding in self.codings.items():
             if coding.fingerprint in sections:
                 section = self.section(message, name)
@@ -123,7 +123,7 @@ class CodedWire(Answering):
     def section(self, message: bytes, reader: str) -> Section:
         """Returns a reader's part of a message. Raises UserError for one that it has no part in, or of another code."""
         self._check_reader(reader)
-        return cache_codec.unpack(message, self.codings[reader])
+        return cache_codec.unpack(bytes(message), self.codings[reader])
 
     def _open(self, message: bytes, reader: str, *, whole: bool = False) -> Section:
         section = self.section(message, reader)

@@ -119,7 +119,8 @@ class LM:
     def logits(self, ids: np.ndarray | jax.Array, mask: np.ndarray | jax.Array | None = None) -> jax.Array:
         """Returns fp32 next-token logits [b t v] of ids [b t]; mask [b t] is true at real tokens, on either side.
 
-        Raises UserError for a real token beyond the vocabulary, and for arrays of other shapes or kinds.
+        Raises UserError for a real token beyond the vocabulary, more positions than a decoder was trained on, and
+        arrays of other shapes or kinds.
         """
         ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
         mask = jnp.ones(ids.shape, bool) if mask is None else jnp.asarray(mask, bool)
@@ -130,6 +131,7 @@ class LM:
         if beyond.any():
             rule = f"the vocabulary has {self.config.vocab:,}, from 0 on"
             raise UserError(f"logits: id {int(ids[beyond][0])}: {rule}")
+        self._check_positions(int(mask.sum(axis=1).max(initial=0)), "logits: the longest text takes")
         ids = jnp.where(mask, ids, 0).astype(jnp.int32)  # beyond the table embeddings are NaN
         return self._logits(self.params, ids, mask)
 
@@ -151,7 +153,7 @@ class LM:
         if not rows or not all(map(len, rows)):
             raise UserError(f"generate: texts={list(texts)!r}: give at least one, each of at least one token")
         width = max(map(len, rows))
-        self._check_positions(width + max_new_tokens)
+        self._check_positions(width + max_new_tokens, "generate: the longest text and its answer take")
         prompts = batches.Field(rows, width, self.tokenizer.pad, left=True).collate(range(len(rows)))
         sampling = decode.Sampling(max_new_tokens, tuple(self.tokenizer.stops), temperature)
         with phase("generating, which first compiles"):
@@ -181,15 +183,15 @@ class LM:
         out = place.local_rows(self._continue(self.params, *inputs, key, sampling), mesh)
         return np.concatenate(processes.gather_rows(out))[:count]
 
-    def _check_positions(self, needed: int) -> None:
-        """Raises UserError where a text and what is to follow it are too long for the model."""
+    def _check_positions(self, needed: int, what: str) -> None:
+        """Raises UserError for more positions than the model was trained on; `what` takes them."""
 
 
 class DecoderLM(LM):
     """A causal decoder of any family."""
 
-    def _check_positions(self, needed: int) -> None:
-        what, remedy = "generate: the longest text and its answer take", "shorten the text, or lower max_new_tokens"
+    def _check_positions(self, needed: int, what: str) -> None:
+        remedy = "shorten the text, or what is to follow it"
         decoder.check_positions(self.config, needed, what=what, remedy=remedy)
 
     @jitted()

@@ -79,6 +79,7 @@ def test_continuations_that_nobody_can_mean_are_refused(lm, texts, words, named)
         ({"ids": [[5.0, 1.7]]}, "type float"),
         ({"ids": [5, 1]}, r"shape \(2,\)"),
         ({"ids": [[5, 1]], "mask": [[True]]}, r"mask of shape \(1, 1\)"),
+        ({"ids": np.ones((1, 10**6), np.int32)}, "1,000,000 positions"),
     ],
 )
 def test_logits_are_of_ids_and_a_mask_of_their_shape(lm, words, named):

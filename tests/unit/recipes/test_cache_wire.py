@@ -115,7 +115,7 @@ def test_the_bytes_say_what_was_written(wire, message):
     count = cache_functions.count_kept(code, np.array([len(section.numbers)]), 2)[:, 0]
     np.testing.assert_array_equal((section.levels > 0).sum(axis=1), count)
     assert 0.4 < (section.levels > 0).mean() < 0.6
-    told = wire.describe(message)
+    told = wire.describe(memoryview(message))
     assert f"{len(section.numbers)} tokens" in told and "llama" in told and "qwen" in told
 
 
