@@ -243,10 +243,7 @@ class ReaderPass:
     def _cut_contexts(self, contexts: list[str], after: list[str]) -> list[str]:
         """Returns the longest start of each context whose prompt fits, found by bisection over characters."""
         limit = self.layout.data.context_tokens
-        low, high = (
-            [0] * len(contexts),
-            list(map(len, contexts)),
-        )  # `low` characters fit (or nothing does), `high` do not
+        low, high = [0] * len(contexts), list(map(len, contexts))  # `low` characters fit, or nothing does; `high` not
         while pending := [i for i in range(len(contexts)) if high[i] - low[i] > 1]:
             middle = [(low[i] + high[i]) // 2 for i in pending]
             texts = [self.frame.before + contexts[i][:end] + after[i] for i, end in zip(pending, middle, strict=True)]
