@@ -218,7 +218,7 @@ def test_new_text_keeps_the_blank_before_its_first_word(sentencepiece, gguf):
     assert sentencepiece.adds_blank and not gguf.adds_blank
     for tokenizer in (sentencepiece, gguf):
         whole = tokenizer.encode("the cat a dog")
-        lm = types.SimpleNamespace(tokenizer=tokenizer, _check_positions=lambda _: None)
+        lm = types.SimpleNamespace(tokenizer=tokenizer, _check_positions=lambda *_: None)
         lm._text_behind = functools.partial(LM._text_behind, lm)
         for prompt in ("the", "the cat", "the cat a"):
             new = whole[len(tokenizer.encode(prompt)) :]
