@@ -564,7 +564,7 @@ class Config:
     """A whole configuration."""
 
     recipe: str = key("latentwire", "what is trained", choices=("latentwire", "dpo", "ttt"))
-    seed: int = key(0, "of initial weights, data order and sampling", at_least=0, shapes="no")
+    seed: int = key(0, "of initial weights, texts of a start, data order and sampling", at_least=0, shapes="no")
     llms: dict[str, LLM] = dataclasses.field(default_factory=dict)  # reader's name -> LLM
     encoder: Encoder = section(Encoder)
     adapter: Adapter = section(Adapter)

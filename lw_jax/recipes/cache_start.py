@@ -50,7 +50,8 @@ WEIGHED = 0.25  # power of a layer's share of the table at a quarter, which weig
 
 def start(recipe: "CacheWire", frozen: Tree) -> dict[str, Tree]:
     ratio, most = recipe.cfg.encoder.ratio, MOST_HELD_OUT[recipe.placement.platform]
-    train, held_out = _divide(recipe.curriculum.examples("train"), recipe.cfg.encoder.texts, most)
+    questions = recipe.curriculum.examples("train")
+    train, held_out = _divide(questions, recipe.cfg.encoder.texts, most, seed=recipe.cfg.seed)
     read, encoded, codes = recipe.encode(train), recipe.encode(held_out), {}
     for what, texts in (("texts of the start", read), ("held out of them", encoded)):
         print(f"{what}: " + "\n".join(texts.describe()), flush=True)
@@ -72,10 +73,10 @@ def _rows(recipe: "CacheWire") -> int:
     return place.round_up(ROWS[recipe.placement.platform], recipe.placement.data)
 
 
-def _divide(questions: Sequence[Example], count: int, most: int) -> tuple[list[Example], list[Example]]:
-    """Returns one question of each text that is read: those to fit, and those held out."""
+def _divide(questions: Sequence[Example], count: int, most: int, *, seed: int) -> tuple[list[Example], list[Example]]:
+    """Returns one question of each text that is read: those to fit, and those held out; of another seed others."""
     texts = list({question.context: question for question in reversed(questions)}.values())[::-1]
-    chosen = [texts[index] for index in spread(len(texts), count)]
+    chosen = [texts[(index + seed) % len(texts)] for index in spread(len(texts), count)]
     eighths = chosen[PART_HELD_OUT - 1 :: PART_HELD_OUT]
     held_out = [eighths[index] for index in spread(len(eighths), most)] or chosen[-1:]  # of every source
     contexts = {question.context for question in held_out}

@@ -216,8 +216,16 @@ def test_half_of_the_texts_weigh_at_all_positions_and_half_at_the_ratio():
 
 def test_held_out_texts_are_of_all_sources():
     sources = [Example("", f"source {n // 100}, text {n}", QUESTION, ("bell",)) for n in range(200)]
-    _, held_out = cache_start._divide(sources, 200, 12)
+    _, held_out = cache_start._divide(sources, 200, 12, seed=0)
     assert collections.Counter(example.context[:8] for example in held_out) == {"source 0": 6, "source 1": 6}
+
+
+def test_another_seed_reads_other_texts_of_the_same_sources():
+    sources = [Example("", f"source {n // 100}, text {n}", QUESTION, ("bell",)) for n in range(200)]
+    first, second, far = (cache_start._divide(sources, 20, 12, seed=seed)[0] for seed in (0, 1, 2**40 + 2))
+    assert {len({text.context for text in texts}) for texts in (first, second, far)} == {18}
+    assert not {text.context for text in first} & {text.context for text in second + far}
+    assert {text.context[:8] for text in second} == {"source 0", "source 1"}
 
 
 @pytest.mark.parametrize("overlong", [0, 7])  # of one in eight the eighth is held out
