@@ -203,22 +203,24 @@ def _plan_reader(
             peak = needs.argument_size_in_bytes + needs.temp_size_in_bytes + needs.output_size_in_bytes - weights
             batch[way] = dataclasses.replace(batch[way], peak_bytes=max(peak, 0))
     (readings, writings, fitted), width = _runs(cfg, rows, placed.platform), code["basis"].shape[0]
-    basis = (16 * (width + cache_code.MORE) + 4 * width) * values * fitted
+    exact = (16 * (width + cache_code.MORE) + 4 * width) * values * fitted  # the basis
     heads = model.layers * model.kv_heads
-    filling = width * (4 * values + cache_code.SWEEPS * (4 * values + 2 * cache_code.BLOCK * (heads + 1))) * fitted
+    # What messages say of the states: their first numbers and the products of blocks, and the sweeps.
+    exact += width * (4 * values + cache_code.SWEEPS * 2 * cache_code.BLOCK * (heads + 1)) * fitted
+    sweeps = width * cache_code.SWEEPS * 4 * values * fitted
     read, write = batch[READ], batch[WRITE]
     seconds = None
     if speed and read.seconds and write.seconds:
-        seconds = readings * read.seconds + writings * (write.seconds - read.seconds) + basis / speed.exact
+        seconds = readings * read.seconds + writings * (write.seconds - read.seconds) + exact / speed.exact
         factors = recipe.wire.readers[name].mode.factors or "float32"
-        seconds += filling / speed.products.get(factors, speed.exact)
+        seconds += sweeps / speed.products.get(factors, speed.exact)
     return ReaderPlan(
         weights_bytes=weights,
         code_bytes=place.device_bytes(code),
         reading=read,
         writing=write,
         basis_bytes=4 * values * (4 * (width + cache_code.MORE) + 3 * cache_start.CHUNK),
-        flops=readings * read.flops + writings * (write.flops - read.flops) + basis + filling,
+        flops=readings * read.flops + writings * (write.flops - read.flops) + exact + sweeps,
         seconds=seconds,
         read_seconds=(text[READ].seconds or 0.0) / 2 if speed else None,  # it is read twice there
         write_seconds=text[WRITE].seconds,
