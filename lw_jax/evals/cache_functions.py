@@ -125,7 +125,6 @@ class CacheFunctions(WireFunctions):
             prefix = self._constrain(kv_prefix.prepend(opening, prefix), name)
         return Prompt(x, after["mask"], kv_prefix=prefix)
 
-    @jitted("name", "sizes")
     def prompt_packed(  # noqa: PLR0913
         self, params: Tree, code: Tree, fields: Mapping, sent: Sent, name: str, sizes: Sizes
     ) -> Prompt:
@@ -133,11 +132,26 @@ class CacheFunctions(WireFunctions):
 
         They are as many as `sizes`, by layer and head.
         """
-        after, before = fields["after"], embed_shared_prefix(params, fields["before"])
-        x = decoder.embed(params, after["ids"])
-        config, seen = self.wire.readers[name].config, 0 if before is None else before.mask.sum()
+        opening = self._opening(params, fields["before"], name)
+        return self._prompt_packed(params, code, fields["after"], sent, name, sizes, opening)
+
+    @jitted("name", "sizes")
+    def _prompt_packed(  # noqa: PLR0913
+        self,
+        params: Tree,
+        code: Tree,
+        after: Mapping,
+        sent: Sent,
+        name: str,
+        sizes: Sizes,
+        opening: decoder.KVPrefix | None,
+    ) -> Prompt:
+        x, prefix, seen = decoder.embed(params, after["ids"]), None, jnp.int32(0)
+        if opening is not None:
+            prefix, seen = self._constrain(kv_prefix.repeat(opening, len(x)), name), opening.mask.sum()
+        config = self.wire.readers[name].config
         packed = cache_message.decode_packed(config, code, sent, sizes, seen=seen, dtype=x.dtype)
-        return Prompt(x, after["mask"], before, packed=packed)
+        return Prompt(x, after["mask"], kv_prefix=prefix, packed=packed)
 
     @jitted("name")
     def answer_logits(self, params: Tree, prompt: Prompt, fields: Mapping, name: str) -> jax.Array:

@@ -10,11 +10,13 @@ import jax
 import numpy as np
 
 from lw_jax.core.eval_rows import ROWS
+from lw_jax.core.types import Example, Tree
 from lw_jax.data import batches
-from lw_jax.data.batches import Field
+from lw_jax.data.batches import Encoded, Field
 from lw_jax.data.prompt_tokens import Layout
 from lw_jax.evals.comparison import UPPER
 from lw_jax.evals.control_rows import Measured, WireSession
+from lw_jax.evals.wire_functions import WireFunctions
 
 REPEATS = 5
 LONG = 20.0  # seconds of runs behind which no other one begins
@@ -38,15 +40,13 @@ def measure(bench: WireSession, measured: Measured, layout: Layout, *, rows: tup
     text = next((row for row in reversed(UPPER) if row in rows), None)
     if text is None or "latents" not in rows:
         return {}
-    times, copies = {}, bench.functions.placement.data
+    times = {}
     for name in measured.encoded.readers:
         position, tokens = median_text(measured, name, ROWS[text].fields[0])
-        # Encoded alone: its fields are no wider than it needs.
-        single = batches.encode([measured.examples[position]], layout=layout, rows=ROWS[text].fields)
-        fields = bench.functions.place(single.collate([0] * copies)["readers"][name], name)
-        opening = match(single.readers[name]["before"], single.readers[name][ROWS[text].fields[0]])
+        example = measured.examples[position]
+        single, fields, opening = place_alone(bench.functions, example, name, layout=layout, row=text)
         slots = int(single.count_slots([0])[0])  # a reader is given no position beyond them
-        message = np.repeat(measured.latents[position : position + 1, :slots], copies, axis=0)
+        message = np.repeat(measured.latents[position : position + 1, :slots], bench.functions.placement.data, axis=0)
         latents = bench.functions.place(message, None)
         seconds = {
             text: fastest(functools.partial(_read, bench, fields, name, text, None, opening)),
@@ -61,6 +61,18 @@ def median_text(measured: Measured, name: str, field: str) -> tuple[int, int]:
     lengths = [measured.encoded.context_tokens[name][field][index] for index in measured.indices]
     position = int(np.argsort(lengths, kind="stable")[len(lengths) // 2])
     return position, lengths[position]
+
+
+def place_alone(
+    functions: WireFunctions, example: Example, name: str, *, layout: Layout, row: str
+) -> tuple[Encoded, Tree, dict[str, int]]:
+    """Returns an example encoded alone, no wider than it needs; its fields on a reader's mesh; what `match` finds.
+
+    It is repeated where the data axis needs it. `row`: of the text.
+    """
+    single = batches.encode([example], layout=layout, rows=ROWS[row].fields)
+    fields = functions.place(single.collate([0] * functions.placement.data)["readers"][name], name)
+    return single, fields, match(single.readers[name]["before"], single.readers[name][ROWS[row].fields[0]])
 
 
 def match(before: Field, text: Field) -> dict[str, int]:

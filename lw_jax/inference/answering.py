@@ -57,6 +57,11 @@ class Answering:
         """The layout of a text that a reader reads itself."""
         return self.recipe.layout
 
+    def layout_of_text(self, reader: str) -> Layout:
+        """Returns the layout of a text that a reader reads itself: other readers' tokens of it are no matter."""
+        whole = self.text_layout
+        return dataclasses.replace(whole, readers={reader: whole.readers[reader]})
+
     def _open(self, message: bytes, reader: str, *, whole: bool = False) -> Any:
         """Returns what a message says to a reader.
 
@@ -119,9 +124,7 @@ class Answering:
         return self._answer(reader, self.text_prompt(text, reader, question), 1)[0]
 
     def text_prompt(self, text: str, reader: str, question: str) -> wire.Prompt:
-        whole = self.text_layout  # another reader's tokens of the text are no matter here
-        layout = dataclasses.replace(whole, readers={reader: whole.readers[reader]})
-        batch = batches.encode_prompt(text, question, layout=layout, rows=("text",))
+        batch = batches.encode_prompt(text, question, layout=self.layout_of_text(reader), rows=("text",))
         fields = self._put(batch["readers"][reader], reader)
         return self.functions.prompt_from_text(self.frozen[reader], fields["text"])
 

@@ -12,13 +12,14 @@ from lw_jax.core import precision
 from lw_jax.core.eval_rows import KNOWN_TO_CACHE, OF_CACHE, ROWS
 from lw_jax.core.files import content_hash
 from lw_jax.core.progress import phase
+from lw_jax.core.types import Example
 from lw_jax.data import examples
 from lw_jax.data.batches import Encoded, one_context
 from lw_jax.data.examples import spread
 from lw_jax.evals import cache_rows, swaps
 from lw_jax.evals.comparison import Record
 from lw_jax.evals.control_rows import Measured, describe_measured, follow
-from lw_jax.evals.first_token import Times, fastest, median_text
+from lw_jax.evals.first_token import Times, fastest, median_text, place_alone
 from lw_jax.evals.record_log import RecordLog
 from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.models import decoder
@@ -109,17 +110,22 @@ def measure_times(wire: CodedWire, measured: Measured, name: str) -> tuple[Times
     A message is opened where its bytes are numbers, kept keys and biases again.
     """
     place, tokens = median_text(measured, name, "text")
-    example, params = measured.examples[place], wire.frozen[name]
+    example, params, functions = measured.examples[place], wire.frozen[name], wire.functions
     text = what_is_read(wire, measured.encoded, measured.indices[place], name)
     write = functools.partial(wire.write, text, ratio=wire.ratio, readers=(name,))
     message = write()
-    section = wire.section(message, name)
+    section, alone = wire.section(message, name), Example("timed", text.strip(), example.question, ())
+    _, fields, opening = place_alone(functions, alone, name, layout=wire.layout_of_text(name), row="text")
 
     def begin(prompt: Prompt) -> None:
-        jax.block_until_ready(wire.functions.begin(params, prompt, name, 1))
+        jax.block_until_ready(functions.begin(params, prompt, name, 1))
+
+    def read_text() -> None:
+        prompt = functions.prompt_from_text(params, fields["text"])
+        begin(functions.reuse_opening(params, fields["before"], prompt, name, **opening))
 
     first = {
-        "text": fastest(lambda: begin(wire.text_prompt(text, name, example.question))),
+        "text": fastest(read_text),
         "latents": fastest(lambda: begin(wire.prompt([section], [example.question], name))),
     }
     return Times(first, tokens), {

@@ -29,22 +29,29 @@ def open_cache(  # noqa: PLR0913  (as `decoder.forward`)
     cfg: DecoderConfig,
     size: int,
     *,
-    prefix: KVPrefix | PackedPrefix,
+    prefix: KVPrefix | None = None,
+    packed: PackedPrefix | None = None,
     shared_prefix: SharedPrefix | None = None,
     mode: Mode = Mode(),  # noqa: B008  (frozen)
 ) -> Cache:
     """Returns a cache of `size` positions that begins with a shared prefix, read once, and each row's own prefix.
 
-    A packed prefix takes none of them.
+    A packed prefix stands behind both and takes none of the positions.
     """
-    if isinstance(prefix, PackedPrefix):
-        assert takes_packed(cfg), "a window and LongRope go by positions"
-        cache = read_once(params, cfg, (len(prefix.v), size), shared_prefix, prefix.v.dtype, mode)
-        return cache._replace(packed=prefix)
+    given = packed if prefix is None else prefix
+    assert given is not None, "of embeddings alone nothing stands before"
     decoder.check_length(cfg, size)
-    _, rows, length, *_ = prefix.k.shape
-    cache = read_once(params, cfg, (rows, size), shared_prefix, prefix.k.dtype, mode)
-    start = 0 if shared_prefix is None else shared_prefix.x.shape[1]
+    rows = len(given.v) if isinstance(given, PackedPrefix) else len(given.mask)
+    cache = read_once(params, cfg, (rows, size), shared_prefix, given.v.dtype, mode)
+    if prefix is not None:
+        start = 0 if shared_prefix is None else shared_prefix.x.shape[1]
+        cache = _append(cfg, cache, prefix, start)
+    return cache._replace(packed=packed)
+
+
+def _append(cfg: DecoderConfig, cache: Cache, prefix: KVPrefix, start: int) -> Cache:
+    """Returns the cache with each row's prefix from position `start` on, behind what it has."""
+    length, size = prefix.mask.shape[1], cache.valid.shape[1]
     seen, bias = cache.valid.sum(axis=1, keepdims=True, dtype=jnp.int32), prefix.bias
     if bias is not None:
         bias = jnp.pad(bias, ((0, 0), (0, 0), (start, size - start - length), (0, 0)))
@@ -83,6 +90,7 @@ def pack(  # noqa: PLR0913
     has filling, which no query sees. `bias` is that of `choose`; `take` returns keys, not turned, and values [b s e] of
     a layer's head at the places i32[b s].
     """
+    assert takes_packed(cfg), "a window and LongRope go by positions"
     counts = np.array(sizes, np.int32).reshape(cfg.layers, cfg.kv_heads)
     by_layer = counts.sum(axis=1, dtype=np.int32)
     first, most = np.cumsum(by_layer, dtype=np.int32) - by_layer, int(by_layer.max(initial=0))

@@ -203,11 +203,9 @@ class Wire:
 
     def open_cache(self, params: Tree, name: str, prompt: "Prompt", *, room: int = 0) -> decoder.Cache:
         """Returns a cache of what stands before a prompt's embeddings, keys turned, with `room` positions behind it."""
-        reader, before = self.readers[name], prompt.shared_prefix
-        prefix = prompt.kv_prefix if prompt.packed is None else prompt.packed
-        assert prefix is not None, "of embeddings alone nothing stands before"
-        size = prompt.positions - prompt.mask.shape[1] + room
-        return kv_prefix.open_cache(params, reader.config, size, prefix=prefix, shared_prefix=before, mode=reader.mode)
+        reader, size = self.readers[name], prompt.positions - prompt.mask.shape[1] + room
+        before = {"prefix": prompt.kv_prefix, "packed": prompt.packed, "shared_prefix": prompt.shared_prefix}
+        return kv_prefix.open_cache(params, reader.config, size, **before, mode=reader.mode)
 
     def begin(
         self, params: Tree, name: str, prompt: "Prompt", fields: Mapping[str, Any] | None = None, *, max_new_tokens: int
@@ -242,8 +240,8 @@ class Prompt:
     embeddings: Float[Array, "b p d"]
     mask: Bool[Array, "b p"]
     shared_prefix: decoder.SharedPrefix | None = None  # before it in every row; for `generate` only with the next
-    kv_prefix: decoder.KVPrefix | None = None  # between the two
-    packed: decoder.PackedPrefix | None = None  # in its place, for answers: keys of each head's own number
+    kv_prefix: decoder.KVPrefix | None = None  # between it and the embeddings
+    packed: decoder.PackedPrefix | None = None  # behind it, for answers: keys of each head's own number
 
     @property
     def positions(self) -> int:

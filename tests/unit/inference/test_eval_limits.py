@@ -227,10 +227,18 @@ def test_a_message_is_timed_with_what_the_rows_read_of_a_text(root):
     wire, written = make_coded(root, data__overlong="cut", data__context_tokens=40), []
     encoded = wire.recipe.encode(wire.recipe.curriculum.examples("validation"))
     wire.write = lambda text, **named: written.append(text)
-    wire.section = wire.prompt = wire.text_prompt = lambda *given: None
-    wire.functions = types.SimpleNamespace(begin=lambda *given: 0)
+    wire.section = wire.prompt = lambda *given: None
+    wire.layout_of_text, reused = lambda reader: wire.recipe.layout, []
+    wire.functions = types.SimpleNamespace(
+        placement=types.SimpleNamespace(data=1),
+        place=lambda fields, reader: fields,
+        prompt_from_text=lambda *given: None,
+        reuse_opening=lambda *given, **opening: reused.append(opening),
+        begin=lambda *given: 0,
+    )
     measured = Measured(encoded, [0], encoded.count_slots([0]), [])
     coded_evaluation.measure_times(wire, measured, "qwen")
+    assert all(opening["skipped"] > 0 for opening in reused) and reused, "the opening is read beforehand for both"
     (cut,), whole, own = set(written), encoded.examples[0].context, encoded.readers["qwen"]["own"].ids[0]
     assert cut and whole.startswith(cut.strip()) and len(cut) < len(whole)
     assert len(prompt_tokens.tokenize(wire.recipe.tokenizers["qwen"], [cut])[0]) <= len(own) + 1

@@ -102,7 +102,7 @@ def pack(cfg, prefix, sizes, seen):
     return kv_prefix.pack(cfg, prefix.mask, prefix.bias, sizes, take, seen=seen)
 
 
-def begin(params, whole, packed, mode, devices=1, unstacked=False):
+def begin(params, whole, packed, mode, devices=1, unstacked=False, opening=False):
     """Logits of the first new token and of the answer, and the generated ids."""
     mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
     rows = {"asked": ASKED, "after": AFTER, "answer": ANSWER}
@@ -115,9 +115,14 @@ def begin(params, whole, packed, mode, devices=1, unstacked=False):
     @jax.jit
     def run(params, prefix, rows):
         size = SIZE if packed else SIZE + SLOTS.shape[1]
+        before = {"prefix": prefix, "shared_prefix": SHARED}
         if packed:
-            prefix = pack(CFG, prefix, sizes(), BEFORE.sum(axis=1, keepdims=True, dtype=jnp.int32))
-        cache = kv_prefix.open_cache(params, CFG, size, prefix=prefix, shared_prefix=SHARED, mode=mode)
+            keys = pack(CFG, prefix, sizes(), BEFORE.sum(axis=1, keepdims=True, dtype=jnp.int32))
+            before |= {"packed": keys, "prefix": None}
+        if opening:  # the shared prefix as keys that were read before
+            read_before = kv_prefix.take(params, CFG, SHARED.x, mask=SHARED.mask)
+            before |= {"prefix": kv_prefix.repeat(read_before, ROWS), "shared_prefix": None}
+        cache = kv_prefix.open_cache(params, CFG, size, **before, mode=mode)
         answer = (rows["answer"], jnp.ones(rows["answer"].shape[:2], bool))
         first, memory, scored = decode.begin(
             params, CFG, rows["asked"], mask=rows["after"], answer=answer, max_new_tokens=NEW, cache=cache, mode=mode
@@ -147,6 +152,7 @@ WAYS = {
     "masked, unstacked": {"packed": False, "unstacked": True},
     "packed, unstacked": {"packed": True, "unstacked": True},
     "packed on 4": {"packed": True, "devices": 4},
+    "packed behind an opening's keys": {"packed": True, "opening": True},
 }
 
 
@@ -195,7 +201,7 @@ def test_a_quarter_of_the_keys_takes_a_quarter_of_the_memory(unstacked, most):
     def packed(size):
         heads = (size // 2, size - size // 2 + size // 2)  # unequal
         given = jax.eval_shape(lambda one: pack(cfg, one, (heads,) * cfg.layers, 0), whole)
-        return bytes_of(lambda params, one: answer(params, kv_prefix.open_cache(params, cfg, 9, prefix=one)), given)
+        return bytes_of(lambda params, one: answer(params, kv_prefix.open_cache(params, cfg, 9, packed=one)), given)
 
     text = 2 * 4 * np.prod(shape)
     none = packed(0)

@@ -22,6 +22,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
 from lw_jax.data import batches
 from lw_jax.evals import cache_functions, cache_rows
+from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.evals.control_rows import ANSWER
 from lw_jax.inference import coded_evaluation, evaluation, trained_wire
 from lw_jax.inference.coded_wire import CodedWire
@@ -131,12 +132,20 @@ def test_packed_and_masked_prompts_score_alike(wire, message):
     for name in ("llama", "qwen"):
         asked = [wire.section(message, name)], [QUESTION], name
         packed, masked = (wire.prompt(*asked, whole=whole) for whole in (False, True))
-        assert packed.kv_prefix is None and packed.packed is not None and masked.packed is None
+        assert packed.packed is not None and masked.packed is None
+        assert packed.kv_prefix.mask.shape[1] < masked.kv_prefix.mask.shape[1] - 32, "of the opening alone"
         config = wire.recipe.wire.readers[name].config
         assert int(packed.packed.count.sum()) <= 0.6 * 64 * config.layers * config.kv_heads
         begin = wire.recipe.wire.begin
         found = [begin(wire.frozen[name], name, one, max_new_tokens=1)[0] for one in (packed, masked)]
         np.testing.assert_allclose(*found, atol=1e-4)
+
+
+def test_what_stands_before_messages_is_read_once_for_all_of_them(wire, message, monkeypatch):
+    wire.read(message, "qwen", QUESTION)
+    monkeypatch.setattr(CacheFunctions, "_read_opening", lambda *_: pytest.fail("read again"))
+    assert wire.prompt([wire.section(message, "qwen")], ["When?"], "qwen").packed is not None
+    wire.read(message, "qwen", "When?")
 
 
 def test_a_reader_takes_its_own_section_alone(wire, message):
