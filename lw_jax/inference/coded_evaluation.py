@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from lw_jax.core import precision
 from lw_jax.core.eval_rows import KNOWN_TO_CACHE, OF_CACHE, ROWS
 from lw_jax.core.files import content_hash
-from lw_jax.core.progress import phase
+from lw_jax.core.progress import phase, say
 from lw_jax.core.types import Example
 from lw_jax.data import examples
 from lw_jax.data.batches import Encoded, one_context
@@ -33,7 +33,6 @@ def measure(
     wire: CodedWire,
     *,
     batch: int,
-    say: Callable[[str], None],
     folder: Path | None = None,
     taught: Mapping[str, jax.Array] = {},
 ) -> Measured:
@@ -47,7 +46,7 @@ def measure(
     with phase("reading and tokenising the held-out data"):
         encoded = recipe.encode(recipe.questions("validation", least=options.examples))
     say("held-out data: " + "\n".join([*encoded.describe(), *describe_measured(encoded, options)]))
-    rows = _rows(options.rows, several=not one_context(encoded.examples), say=say)
+    rows = _rows(options.rows, several=not one_context(encoded.examples))
     indices, ratio = spread(len(encoded), options.examples), wire.ratio or recipe.cfg.encoder.ratio
     bench = cache_rows.CacheSession(wire.functions, wire.frozen, recipe.tokenizers, wire.codes, ratio, taught=taught)
     _check_positions(wire, encoded, indices, rows)
@@ -141,7 +140,7 @@ def what_is_read(wire: CodedWire, encoded: Encoded, index: int, name: str) -> st
     return wire.recipe.tokenizers[name].decode(encoded.readers[name]["own"].ids[index])
 
 
-def _rows(named: tuple[str, ...], *, several: bool, say: Callable[[str], None]) -> list[str]:
+def _rows(named: tuple[str, ...], *, several: bool) -> list[str]:
     """Returns the rows that this kind has of those named; of none of them, all of its own."""
     rows = [row for row in named if row in KNOWN_TO_CACHE and (several or row != "shuffled")]
     if left := [row for row in named if row not in rows]:

@@ -118,9 +118,10 @@ def _evaluate_coded(wire: CodedWire, folder: Path | None) -> Evaluation:
     """Returns the rows of a wire of kind "cache"; it has no latents whose geometry could be measured, and no curve."""
     cfg, batch = wire.recipe.cfg, _batch(wire.recipe)
     taught = _teach(wire, batch, set(cfg.eval.rows) & set(eval_rows.KNOWN_TO_CACHE))
-    settings: Any = {"say": say, "folder": folder, "taught": taught}
     measured = _fitting(
-        batch, cfg.eval, lambda options: coded_evaluation.measure(wire, batch=options.batch, **settings)
+        batch,
+        cfg.eval,
+        lambda options: coded_evaluation.measure(wire, batch=options.batch, folder=folder, taught=taught),
     )
     summary = _summarise(measured, cfg.seed)
     readers = comparison.compare(measured.records, seed=cfg.seed)

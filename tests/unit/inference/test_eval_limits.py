@@ -192,14 +192,14 @@ def test_texts_that_cannot_be_read_twice_are_refused_before_any_is_measured(root
     for short in (0, 1):
         limit(monkeypatch, wire.recipe, "qwen", longest(fields, "before", "own", "own", "again") - short)
         with refused(short, "'qwen'.*context_tokens"):
-            coded_evaluation.measure(wire, batch=8, say=lambda _: None)
+            coded_evaluation.measure(wire, batch=8)
     assert len(measured) == 1
 
 
 def test_records_of_another_program_are_dropped_and_of_another_taught_vector_those_of_its_rows(
-    root, monkeypatch, tmp_path
+    root, monkeypatch, tmp_path, capsys
 ):
-    wire, wanted, told = make_coded(root, eval__rows=("none", "text_taught")), [], []
+    wire, wanted = make_coded(root, eval__rows=("none", "text_taught")), []
 
     def measure(bench, encoded, indices, *, rows, log, **options):
         wanted.append(log.missing("qwen", rows, indices))
@@ -207,7 +207,7 @@ def test_records_of_another_program_are_dropped_and_of_another_taught_vector_tho
         return log.read(["qwen"], rows, indices)
 
     def resume(**taught):
-        coded_evaluation.measure(wire, batch=8, say=told.append, folder=tmp_path, taught=taught)
+        coded_evaluation.measure(wire, batch=8, folder=tmp_path, taught=taught)
         return wanted[-1]
 
     monkeypatch.setattr(cache_rows, "measure", measure)
@@ -218,9 +218,9 @@ def test_records_of_another_program_are_dropped_and_of_another_taught_vector_tho
         wire.recipe.cfg, eval=dataclasses.replace(wire.recipe.cfg.eval, rows=("none",))
     )
     assert resume() == [], "without the row nothing is taught"
-    assert not any("are replaced" in line for line in told)
+    assert "are replaced" not in capsys.readouterr().out
     monkeypatch.setattr(plan_cache, "code", lambda: "of another version")
-    assert resume() == ["none"] and "are replaced" in told[-1]
+    assert resume() == ["none"] and "are replaced" in capsys.readouterr().out
 
 
 def test_a_message_is_timed_with_what_the_rows_read_of_a_text(root):

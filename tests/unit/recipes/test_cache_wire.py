@@ -374,7 +374,7 @@ def test_a_wire_that_reads_at_a_ratio_is_evaluated_at_it(wire):
     other.recipe = copy.copy(wire.recipe)
     options = dataclasses.replace(cfg.eval, rows=("latents", "eighth"), examples=cfg.eval.batch)
     other.recipe.cfg = dataclasses.replace(cfg, eval=options)
-    records = coded_evaluation.measure(other, batch=options.batch, say=print).records
+    records = coded_evaluation.measure(other, batch=options.batch).records
     assert {record["row"] for record in records if "bytes" in record} == {"latents", "eighth"}
     for at_eight, eighth in zip(records[::2], records[1::2], strict=True):
         assert at_eight["row"] == "latents" and at_eight["nll"] == eighth["nll"]
