@@ -232,7 +232,7 @@ def _fit(pair: Pair, limits: DPO, head: int) -> Pair | str:
     if not len(pair.prompt):
         return "nothing"
     if limits.max_prompt and len(pair.prompt) > limits.max_prompt:
-        if limits.truncation == "drop":
+        if limits.truncation == "drop" or limits.max_prompt <= head:
             return "max_prompt"
         size = limits.max_prompt
         prompt = pair.prompt[:size] if limits.truncation == "keep_start" else _keep_end(pair.prompt, size, head)
@@ -242,7 +242,7 @@ def _fit(pair: Pair, limits: DPO, head: int) -> Pair | str:
         return "prompt"
     if pair.length > limits.max_length:
         left = limits.max_length - (pair.length - len(pair.prompt))  # for the prompt, beside a whole reply
-        if limits.truncation == "drop" or (limits.truncation == "keep_end" and left < 1):
+        if limits.truncation == "drop" or (limits.truncation == "keep_end" and left <= head):
             return "length"
         if limits.truncation == "keep_start":
             pair = dataclasses.replace(pair, chosen=pair.chosen[:room], rejected=pair.rejected[:room])

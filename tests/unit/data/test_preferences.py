@@ -267,10 +267,10 @@ def fit(tokenizer, *sizes, **limits):
         ("llama3", "keep_start", 0, [(4, 7, 3), (4, 11, 3), (4, 9, 10)], [(5, 8, 4), (5, 8, 4), (5, 8, 8)],
          {"reply_cut": 2}),
         ("llama3", "keep_start", 7, [(6, 3, 2), (7, 3, 2), (40, 3, 2)], [(7, 4, 3)] * 3, {"prompt_cut": 2}),
-        ("llama3", "keep_end", 0, [(9, 3, 6), (9, 3, 2), (9, 11, 3), (9, 12, 3)], [(6, 4, 7), (9, 4, 3), (1, 12, 4)],
-         {"prompt_cut": 3, "length": 1}),
+        ("llama3", "keep_end", 0, [(9, 3, 6), (9, 3, 2), (9, 11, 3), (9, 12, 3)], [(6, 4, 7), (9, 4, 3)],
+         {"prompt_cut": 2, "length": 2}),
         ("llama3", "keep_end", 7, [(6, 3, 2), (40, 3, 2)], [(7, 4, 3)] * 2, {"prompt_cut": 1}),
-        ("llama3", "keep_end", 1, [(6, 3, 2)], [(1, 4, 3)], {"prompt_cut": 2}),
+        ("llama3", "keep_end", 2, [(6, 3, 2)], [(2, 4, 3)], {"prompt_cut": 1}),
         ("qwen", "keep_end", 0, [(5, 11, 3), (5, 12, 3)], [(1, 12, 4)], {"prompt_cut": 1, "length": 1}),
         *(("qwen", mode, 0, [(13, 1, 2), (40, 1, 2), (11, 1, 0)], [(11, 2, 1)], {"prompt": 2})
           for mode in ("drop", "keep_start", "keep_end")),
@@ -294,6 +294,12 @@ def test_rows_are_cut_as_they_are_to_be_or_dropped_and_counted(
         for reply, whole_reply in ((pair.chosen, full.chosen), (pair.rejected, full.rejected)):
             assert reply.tolist() == whole_reply.tolist()[: len(reply)]
             assert len(reply) == len(whole_reply) or truncation == "keep_start"
+
+
+@pytest.mark.parametrize("truncation", ["keep_start", "keep_end"])
+def test_a_prompt_of_which_bos_alone_would_be_left_is_dropped(load, truncation):
+    with pytest.raises(UserError, match="max_prompt"):
+        fit(load("llama3"), (6, 3, 2), max_length=13, max_prompt=1, truncation=truncation)
 
 
 def test_pair_whose_replies_become_equal_by_the_cut_is_dropped(qwen):
