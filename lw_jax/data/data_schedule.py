@@ -9,9 +9,8 @@ import grain
 import jax
 import numpy as np
 
-from lw_jax.core.errors import UserError
 from lw_jax.core.files import content_hash
-from lw_jax.core.types import TASKS, Frozen, Tree
+from lw_jax.core.types import Frozen, Tree
 from lw_jax.data.batches import Batch
 
 
@@ -94,13 +93,14 @@ class DataSchedule:
     def digest(self) -> str:
         return digest_of(self.streams)
 
-    def shapes(self) -> list[Batch]:
-        """Returns a batch of one example of each stream, of the phase with the fewest frozen parts."""
+    def shapes(self) -> list[Tree]:
+        """Returns the shapes of one example of each stream, of its phase with the fewest frozen parts."""
         most: dict[int, tuple[Phase, Stream]] = {}
         for phase in sorted(self.phases, key=lambda phase: len(phase.frozen)):
             for encoded, _ in phase.streams:
                 most.setdefault(id(encoded), (phase, encoded))
-        return [phase.mark(encoded.probe()) for phase, encoded in (most[id(encoded)] for encoded in self.streams)]
+        batches = [phase.mark(encoded.probe()) for phase, encoded in (most[id(encoded)] for encoded in self.streams)]
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batches)
 
     def batch(self, number: int, *, global_batch: int, seed: int, share: slice) -> Batch:
         """Returns rows `share` of a global batch; a function of its arguments alone."""
@@ -136,21 +136,6 @@ class DataSchedule:
 
 def digest_of(streams: Sequence[Stream]) -> str:
     return content_hash([stream.digest() for stream in streams])
-
-
-def refuse_small(data_schedule: DataSchedule, global_batch: int) -> None:
-    for encoded in data_schedule.streams:
-        if len(encoded) < global_batch:
-            raise UserError(
-                f"config.data.train{' or data.passages' * (encoded.task in TASKS[1:])} gives {len(encoded)} usable "
-                f"examples ({encoded.task}), fewer than one global batch "
-                f"(config.train.global_batch={global_batch}); give more data or a smaller batch"
-            )
-
-
-def example_shapes(batch: Batch) -> Tree:
-    """Returns one example's shapes, without the batch axis."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
 
 
 def _draw(phase: Phase, count: int, rng: np.random.Generator) -> np.ndarray:

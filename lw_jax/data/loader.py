@@ -10,8 +10,9 @@ import grain
 import numpy as np
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.types import TASKS
 from lw_jax.data.batches import Batch
-from lw_jax.data.data_schedule import DataSchedule, Stream, refuse_small
+from lw_jax.data.data_schedule import DataSchedule, Stream
 from lw_jax.data.examples import spread
 
 FOREVER = 1 << 40  # batches, more than any run takes
@@ -29,7 +30,13 @@ class Loader:
     def __init__(
         self, data_schedule: DataSchedule, *, global_batch: int, seed: int, share: tuple[int, int] = (0, 1)
     ) -> None:
-        refuse_small(data_schedule, global_batch)
+        for stream in data_schedule.streams:
+            if len(stream) < global_batch:
+                raise UserError(
+                    f"config.data.train{' or data.passages' * (stream.task in TASKS[1:])} gives {len(stream)} usable "
+                    f"examples ({stream.task}), fewer than one global batch "
+                    f"(config.train.global_batch={global_batch}); give more data or a smaller batch"
+                )
         process, count = share
         if global_batch < count:
             rule = f"must be at least the number of processes, {count}; start fewer, or raise it"

@@ -14,7 +14,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.progress import phase
 from lw_jax.core.types import Tree
-from lw_jax.data.data_schedule import DataSchedule, example_shapes
+from lw_jax.data.data_schedule import DataSchedule
 from lw_jax.data.loader import Loader
 from lw_jax.training import (
     evaluation_memory,
@@ -109,7 +109,7 @@ class Run:
         self._fit_validation(limit)
         if self.cfg.train.micro_batch:
             return
-        shapes = map(example_shapes, data_schedule.shapes())
+        shapes = data_schedule.shapes()
         with phase("searching for the largest micro-batch that fits"):
             memories = [micro_batch_search.largest_micro_batch(self.step_spec, widths, limit) for widths in shapes]
         least = max(memories, key=lambda memory: (memory.accumulation, memory.peak))  # one micro-batch for all shapes

@@ -12,7 +12,7 @@ import pytest
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Example
 from lw_jax.data.batches import Encoded, Field, fill, weigh
-from lw_jax.data.data_schedule import DataSchedule, Phase, refuse_small
+from lw_jax.data.data_schedule import DataSchedule, Phase
 from lw_jax.data.loader import Loader, eval_batches
 
 BATCH = 6
@@ -114,8 +114,8 @@ def test_restored_in_the_middle_of_a_stage_the_batches_are_the_same(at):
 
 def test_stream_smaller_than_a_batch_is_refused_with_its_task_and_numbers():
     with pytest.raises(UserError, match=r"7 usable examples \(continuation\).*global_batch=8"):
-        refuse_small(COURSE, 8)
-    refuse_small(COURSE, 7)
+        Loader(COURSE, global_batch=8, seed=3)
+    Loader(COURSE, global_batch=7, seed=3)
 
 
 # --- the loader

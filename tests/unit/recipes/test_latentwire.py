@@ -140,9 +140,7 @@ def test_planned_batch_has_the_fields_of_a_real_one(root, monkeypatch, tmp_path)
         real = recipe.data_schedule().shapes()[0]
         planned = recipe.batch_widths()
         assert jax.tree.structure(planned) == jax.tree.structure(real), changes
-        jax.tree.map(
-            lambda a, b: (a.dtype == b.dtype and a.ndim == b.ndim - 1) or pytest.fail(f"{a} {b}"), planned, real
-        )
+        jax.tree.map(lambda a, b: (a.dtype == b.dtype and a.ndim == b.ndim) or pytest.fail(f"{a} {b}"), planned, real)
 
 
 def test_evaluation_of_made_data_has_as_many_questions_as_it_asks_for(root):
