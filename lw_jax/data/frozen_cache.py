@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import content_hash, locked, make_cache, whole
+from lw_jax.core.files import content_hash, locked, make_cache
 from lw_jax.core.progress import phase
 
 Rows = dict[str, Any]  # arrays [b ...]
@@ -123,10 +123,3 @@ def key_of(*parts: np.ndarray) -> bytes:
     for part in parts:
         digest.update(f"{part.dtype}{part.shape}".encode() + part.tobytes())
     return digest.digest()
-
-
-def save_array(path: Path, array: np.ndarray) -> None:
-    """Writes an array as .npy, whole or not at all, and makes its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as partial, partial.open("wb") as file:
-        np.save(file, array)

@@ -18,12 +18,11 @@ import optax
 from lw_jax.core import config, precision, processes
 from lw_jax.core import rng as rngs
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import content_hash
+from lw_jax.core.files import content_hash, whole
 from lw_jax.core.progress import phase, say
 from lw_jax.core.types import Example, Tree
 from lw_jax.data import batches, examples
 from lw_jax.data.batches import Encoded
-from lw_jax.data.frozen_cache import save_array
 from lw_jax.data.loader import batches_of
 from lw_jax.data.packing import Packed
 from lw_jax.hub import sources
@@ -75,7 +74,9 @@ def teach(recipe: WireReaders, frozen: Tree, *, batch: int) -> dict[str, jax.Arr
                 learned = f"{len(losses)} steps of {training.describe()}, loss {losses[0]:.3f} at first"
                 last = f"{np.mean(losses[-4:]):.3f} at last"
                 say(f"text_taught {name}: one vector taught the form of the answer in {learned}, {last}")
-                save_array(path, vector)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with whole(path) as partial, partial.open("wb") as file:
+                    np.save(file, vector)
             cached = vector.tolist()
         vectors[name] = place.replicate(np.asarray(cached, np.float32), recipe.placement.readers[name].mesh)
     return vectors
