@@ -3,9 +3,9 @@
 What a row says must stand in what its chat template writes; a row of which something is left out is refused.
 """
 
-import dataclasses
 import re
 from collections import Counter
+from typing import NamedTuple
 
 from lw_jax.core.errors import UserError
 from lw_jax.data import chat_templates
@@ -18,16 +18,14 @@ _ROW = re.compile(r"(:\d+|\[\d+\])\Z")  # of a file
 _SHOWN = 60  # characters of a text in a message
 
 
-@dataclasses.dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """A reply as the text that is tokenised."""
 
     text: str  # without what ends it
     end: int  # the id that does
 
 
-@dataclasses.dataclass(frozen=True)
-class Written:
+class Written(NamedTuple):
     """A pair as texts."""
 
     prompt: str

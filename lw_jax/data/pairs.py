@@ -166,9 +166,11 @@ def _parse(row: Row, where: str) -> tuple[str, Preference | None]:
         form = _TRANSCRIPT if prompt is None else _PLAIN
         if chosen == rejected:
             return form, None
-        if isinstance(prompt, str):
-            return form, Preference(where, _nonempty(prompt, where), chosen, rejected)
-        return form, _part_transcripts(chosen, rejected, where)
+        if not isinstance(prompt, str):
+            return form, _part_transcripts(chosen, rejected, where)
+        if not prompt.strip():
+            raise UserError(f"{where}: field 'prompt' is empty; fill it or remove the row")
+        return form, Preference(where, prompt, chosen, rejected)
     _check_types(texts, where)
     if chosen == rejected:
         return _CONVERSATION, None
@@ -219,7 +221,7 @@ def _part_transcripts(chosen: str, rejected: str, where: str) -> Preference:
             f"{json.dumps(ASSISTANT)}; add the prompt"
         )
     end += len(ASSISTANT)
-    return Preference(where, _nonempty(chosen[:end], where), chosen[end:], rejected[end:])
+    return Preference(where, chosen[:end], chosen[end:], rejected[end:])
 
 
 def _check_turns(
@@ -240,9 +242,3 @@ def _check_turns(
                 "alone, and the other reply must not be its beginning"
             )
     return Preference(where, prompt, chosen, rejected)
-
-
-def _nonempty(prompt: str, where: str) -> str:
-    if not prompt.strip():
-        raise UserError(f"{where}: field 'prompt' is empty; fill it or remove the row")
-    return prompt
