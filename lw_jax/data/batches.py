@@ -88,15 +88,10 @@ class Encoded:
         counts = self.count_slots(indices, np.where(ratio, ratio, self.ratio))
         columns = [np.where(slots, slots, counts), np.where(width, width, self.width), np.where(bits, bits, EXACT)]
         channel = np.stack(columns, axis=1).astype(np.int32)
-        wanted = set(PROMPT_FIELDS if rows is None else rows)
+        left_out = {"answer"} if rows is None else {"answer", *PROMPT_FIELDS}.difference(rows)
         readers = {}
         for name, fields in self.readers.items():
-            if rows is not None and (missing := wanted.intersection(PROMPT_FIELDS) - fields.keys()):
-                raise UserError(
-                    f"batch rows {sorted(missing)} of {name!r} were not encoded; name them in encode(rows=)"
-                )
-            keys = (key for key in fields if key in wanted or key not in (*PROMPT_FIELDS, "answer"))
-            readers[name] = {key: fields[key].collate(indices) for key in keys}
+            readers[name] = {key: fields[key].collate(indices) for key in fields if key not in left_out}
             readers[name] |= {"channel": channel, "task": Task(self.task)}
             if name in self.teachers:
                 readers[name]["teacher"] = self.teachers[name](indices)

@@ -190,8 +190,6 @@ def test_prompt_rows_are_in_the_batch_only_when_asked():
     assert "text" in encoded.collate([1])["readers"]["a"]
     assert set(encoded.collate([1], rows=())["readers"]["a"]) == ANSWER_FIELDS | SENT | {"before", "after"}
     assert set(encoded.collate([1], rows=("latents",))["readers"]["a"]) == ANSWER_FIELDS | SENT | {"before", "after"}
-    with pytest.raises(UserError, match="'truncated'"):
-        encoded.collate([1], rows=("truncated",))
 
 
 def test_dropped_example_is_dropped_for_every_reader_and_index_follows():
