@@ -33,11 +33,7 @@ _FAULTS = (
 
 
 def render(template: str, values: Mapping[str, Any], *, where: str, remedy: str) -> str:
-    """Returns the text of a template with these values.
-
-    Raises:
-        UserError: names the source of the template, the fault and the remedy.
-    """
+    """Returns the text of a template with these values. Raises UserError naming its source and the fault."""
     try:
         return _compile(template).render(values)
     except _FAULTS as error:

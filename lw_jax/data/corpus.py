@@ -105,13 +105,9 @@ def pack(
 ) -> Corpus:
     """Returns the corpus of a source, packed below root/"corpus" unless it is there; of two jobs one packs.
 
-    `split` and `columns` are as in `documents.read`.
-
-    A hub's data set that cannot be reached is used as last packed, and this is reported.
-
-    Raises:
-        UserError: what `documents.read` refuses, a source without text, a folder that cannot be written, or a damaged
-            corpus.
+    `split` and `columns` are as in `documents.read`. A hub's data set that cannot be reached is used as last packed,
+    and this is reported. Raises UserError for what `documents.read` refuses, a source without text, a folder that
+    cannot be written, and a damaged corpus.
     """
     name = " ".join([source if split == "train" else row_sources.label(source, split), *columns])
     try:

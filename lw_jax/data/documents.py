@@ -39,10 +39,8 @@ def read(source: str, split: str = "train", columns: Sequence[str] = ()) -> Iter
 
     A .txt file is one document, a row {"text": ...} of .jsonl, .arrow, .parquet or a data set is one. `split` is as in
     `row_sources.read`, `columns` is data.columns. "docstrings" are the documentation strings of the Python that is
-    running, a document a module: real text that is on every machine, but it differs between Python versions.
-
-    Raises:
-        UserError: naming file and line of a broken row, what is missing, or the kinds of source that are known.
+    running, a document a module: real text that is on every machine, but it differs between Python versions. Raises
+    UserError naming file and line of a broken row, what is missing, or the kinds of source that are known.
     """
     fields = Fields.of(rows.Text, columns, _ROW)
     if source == DOCSTRINGS:
@@ -62,9 +60,7 @@ def read(source: str, split: str = "train", columns: Sequence[str] = ()) -> Iter
 def identify(source: str, split: str = "train", columns: Sequence[str] = ()) -> list[Any]:
     """Returns, as JSON values, what a source is: as long as they are equal, `read` gives the same.
 
-    Raises:
-        Unreachable: the hub does not answer.
-        UserError: what is missing.
+    Raises Unreachable where the hub does not answer, UserError naming what is missing.
     """
     if source == DOCSTRINGS:
         digest = hashlib.blake2b(digest_size=16)

@@ -54,11 +54,7 @@ class Store:
         return len(missing)
 
     def read(self, keys: Sequence[bytes]) -> Rows:
-        """Returns the rows of examples.
-
-        Raises:
-          UserError: one of them is not there, which `fill` for the same keys prevents.
-        """
+        """Returns the rows of examples. Raises UserError for one that `fill` was not asked for."""
         missing = [key for key in keys if key not in self._rows]
         if missing:
             raise UserError(

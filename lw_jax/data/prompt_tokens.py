@@ -303,10 +303,8 @@ def tokenize(tokenizer: AnyTokenizer, texts: list[str], *, limit: int | None = N
 
     With a limit, only a prefix of a far longer text is tokenised: more than `limit` ids, the first `limit` of them the
     whole text's. So an overlong text is detected without tokenising megabytes. Equal texts, as those of several
-    questions, are tokenised once and share their ids.
-
-    Raises:
-        UserError: a text has half of a surrogate pair, as one that JavaScript has cut inside an emoji.
+    questions, are tokenised once and share their ids. Raises UserError for a text with half of a surrogate pair, as one
+    that JavaScript has cut inside an emoji.
     """
     if len(distinct := list(dict.fromkeys(texts))) < len(texts):
         known = dict(zip(distinct, tokenize(tokenizer, distinct, limit=limit), strict=True))

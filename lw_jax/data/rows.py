@@ -31,11 +31,7 @@ class _Object(msgspec.Struct):
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[io.BufferedReader | gzip.GzipFile]:
-    """Opens a file, gzipped or not, for streaming.
-
-    Raises:
-        UserError: it is missing, unreadable or broken, now or while it is read.
-    """
+    """Opens a file, gzipped or not. Raises UserError where it is missing or unreadable, also while it is read."""
     try:
         with path.open("rb") as raw:
             yield gzip.GzipFile(fileobj=raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw

@@ -217,8 +217,7 @@ def byte_backend() -> "PreTrainedTokenizerFast":
 def load_tokenizer(location: Path) -> Tokenizer:
     """Loads a reader's tokenizer from a model folder or a .gguf file.
 
-    Raises:
-        UserError: no `tokenizer.json`, a GGUF vocabulary of unknown kind, or no EOS token.
+    Raises UserError where there is no `tokenizer.json`, a GGUF vocabulary of unknown kind, or no EOS token.
     """
     fast, stops, rows = tokenizer_files.load(location)
     return wrap(fast, location, stops, rows)
@@ -227,8 +226,7 @@ def load_tokenizer(location: Path) -> Tokenizer:
 def load_source_tokenizer(location: Path) -> Tokenizer | BertTokenizer:
     """Loads the tokenizer of an encoder's body: BERT-class by its config.json, else as `load_tokenizer` does.
 
-    Raises:
-        UserError: no `tokenizer.json`, no padding token, or what `load_tokenizer` refuses.
+    Raises UserError where there is no padding token, and for what `load_tokenizer` refuses.
     """
     kind = read_or_default(location / "config.json", Kind) if location.is_dir() else Kind()
     if kind.model_type != "bert":
@@ -268,8 +266,7 @@ def wrap(
 ) -> Tokenizer:
     """Returns a tokenizer of transformers as ours; `stops` beside EOS and the families' own endings.
 
-    Raises:
-        UserError: it names no EOS token, or ids that it or the model's table of so many `rows` does not have.
+    Raises UserError where it names no EOS token, or ids that it or the model's table of so many `rows` does not have.
     """
     fast.name_or_path = str(location)
     backend = _uncut(fast)

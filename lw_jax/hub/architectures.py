@@ -74,10 +74,8 @@ KNOWN_BERT = {
 def find(source: str) -> DecoderConfig:
     """Returns the shapes of a model: from its files, else from the table here, else from the hub.
 
-    The rope, norm and position fields of a known model are its own too, but only its shapes are promised.
-
-    Raises:
-        UserError: not here, not known, and its config.json cannot be fetched.
+    The rope, norm and position fields of a known model are its own too, but only its shapes are promised. Raises
+    UserError for a model that is not here, not known, and whose config.json cannot be fetched.
     """
     return _find(source, KNOWN, weights.describe)
 

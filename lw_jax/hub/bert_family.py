@@ -97,8 +97,7 @@ def present_name(stored: str) -> str | None:
 def bert_config(fields: Mapping[str, Any], *, where: str) -> BertConfig:
     """Returns the body's configuration from the fields of its config.json.
 
-    Raises:
-        UserError: another family, a size missing, or a field that changes the mathematics.
+    Raises UserError for another family, a missing size, and a field that changes the mathematics.
     """
     if fields.get("model_type") != "bert":
         raise UserError(

@@ -208,8 +208,7 @@ def fuse(tensors: Mapping[str, np.ndarray], model_type: str) -> dict[str, np.nda
 def decoder_config(fields: Fields, *, where: str = "config.json") -> DecoderConfig:
     """Returns the decoder's configuration from the fields of a config.json, read as transformers 5 reads them.
 
-    Raises:
-        UserError: another family, a size missing, or a field that changes the mathematics.
+    Raises UserError for another family, a missing size, and a field that changes the mathematics.
     """
     family = _family(fields, where)
     refuse_fields(

@@ -60,8 +60,7 @@ def row_order(cfg: DecoderConfig, architecture: str, path: tuple[str, ...]) -> n
 def hf_fields(metadata: Mapping[str, Any], tensors: Mapping[str, Stored], *, where: str) -> dict[str, Any]:
     """Returns a GGUF file's configuration in Hugging Face fields, for `decoder_config`.
 
-    Raises:
-        UserError: another architecture, a part of a split model, or a field that changes the mathematics.
+    Raises UserError for another architecture, a part of a split model, and a field that changes the mathematics.
     """
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:

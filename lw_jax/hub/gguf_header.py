@@ -87,8 +87,7 @@ class _Cursor:
 def read_header(path: Path) -> Header:
     """Returns metadata and tensor table of a GGUF file.
 
-    Raises:
-        UserError: no GGUF, an unknown version, or fewer bytes than the file itself announces.
+    Raises UserError for another format, an unknown version, and fewer bytes than the file itself announces.
     """
     stat = path.stat()
     return _read_header(path, stat.st_size, stat.st_mtime_ns)

@@ -73,8 +73,7 @@ def weight_files(folder: Path) -> list[Path]:
 def _safetensors_files(folder: Path) -> list[Path]:
     """Returns a model's files: those that its index names, where there is one.
 
-    Raises:
-        UserError: several sets of weights that differ, an adapter beside them, or none.
+    Raises UserError for several sets of weights that differ, an adapter beside them, and none.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     files = weight_files(folder)
@@ -127,9 +126,8 @@ def same_values(one: Stored, other: Stored) -> bool:
 def read_safetensors(file: Path) -> dict[str, Stored]:
     """Lists the tensors of one safetensors file by name; reads its header alone.
 
-    Raises:
-        UserError: a header that is cut off, of other types or shapes than the format's, or that does not cover the
-            file's bytes exactly, without gap and overlap; OSError for a file that is not there is the caller's.
+    Raises UserError for a header that is cut off, of other types or shapes than the format's, or that does not cover
+    the file's bytes exactly, without gap and overlap. OSError for a file that is not there is the caller's.
     """
     try:
         with safe_open(str(file), "np"), file.open("rb") as stream:  # checks the format's rules
@@ -148,9 +146,8 @@ def read_safetensors(file: Path) -> dict[str, Stored]:
 def write_safetensors(file: Path, tensors: dict[str, np.ndarray], *, layout: Literal["np", "pt"]) -> None:
     """Writes a safetensors file, in place; `layout` names the library whose tensors they are.
 
-    Raises:
-        UserError: a value is not finite, or it cannot be written, as on a full disk, which the library reports as no
-            OSError.
+    Raises UserError where a value is not finite, or it cannot be written, as on a full disk, which the library reports
+    as no OSError.
     """
     for name, values in tensors.items():
         refuse_diverged(name, values)

@@ -55,8 +55,7 @@ class _Gguf(msgspec.Struct, frozen=True, rename=lambda name: f"tokenizer.ggml.{n
 def load(location: Path) -> Loaded:
     """Loads a tokenizer from a folder with tokenizer.json or from a .gguf file.
 
-    Raises:
-        UserError: no `tokenizer.json`, a GGUF vocabulary of unknown kind, or a file of other types than these.
+    Raises UserError where there is no `tokenizer.json`, a GGUF vocabulary of unknown kind, or a file of other types.
     """
     if location.is_dir():
         return _from_folder(location)
@@ -169,13 +168,9 @@ def _from_gguf(path: Path, metadata: Mapping[str, Any]) -> "tuple[PreTrainedToke
 
 
 def check_ids(ids: Iterable[int | None], *, vocab: int, rows: int | None, where: str) -> None:
-    """Refuses ids of a tokenizer that it or the model's table does not have.
+    """Refuses ids of a tokenizer that it or the model's table, of so many `rows`, does not have.
 
-    Args:
-        ids: those that prompts and generation use by themselves.
-        vocab: the tokenizer's highest id + 1.
-        rows: of the model's table, if it is known.
-        where: the tokenizer's place, for messages.
+    `ids` are those that prompts and generation use by themselves, `vocab` is the highest one + 1 that it may have.
     """
     if beyond := sorted(i for i in ids if i is not None and not 0 <= i < vocab):
         rule = "see eos_token_id in generation_config.json and the special tokens"

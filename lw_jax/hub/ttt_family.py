@@ -91,8 +91,7 @@ def tensor_map(cfg: TTTConfig) -> dict[str, Slot]:
 def ttt_config(fields: Mapping[str, Any], *, where: str = "config.json") -> TTTConfig:
     """Returns a model's configuration from the fields of its config.json.
 
-    Raises:
-        UserError: another family, a size missing, a field of the wrong kind, or one that changes the mathematics.
+    Raises UserError for another family, a missing size, and a field of the wrong kind or that changes the mathematics.
     """
     if fields.get("model_type") != MODEL_TYPE:
         raise UserError(f"{where}: model_type={fields.get('model_type')!r:.80}, a TTT model states {MODEL_TYPE!r}")

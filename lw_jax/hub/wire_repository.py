@@ -17,10 +17,7 @@ def parse(name: str | Path) -> tuple[str, str]:
     """Returns (repository, revision) of "owner/name" or "owner/name@REVISION", revision "" without one.
 
     ("", "") for a path: something is there, or its parent folder is, so that a mistyped path is not looked for on the
-    hub.
-
-    Raises:
-        UserError: no revision behind the "@".
+    hub. Raises UserError for an "@" without a revision.
     """
     path = expand(name)
     repository, pinned, revision = str(name).partition("@")
@@ -34,8 +31,7 @@ def parse(name: str | Path) -> tuple[str, str]:
 def locate(name: str | Path) -> Path:
     """Returns the folder of a run or an exported wire, fetched where the name is a repository of the hub (`parse`).
 
-    Raises:
-        UserError: the hub does not give the repository, or it holds no wire.
+    Raises UserError where the hub does not give the repository, or it holds no wire.
     """
     repository, revision = parse(name)
     if not repository:
@@ -49,10 +45,8 @@ def locate(name: str | Path) -> Path:
 def push(folder: Path, repository: str) -> str:
     """Uploads an exported wire to the hub, to a new private repository or one that is there.
 
-    Returns the address of the commit, whose last part is the revision for `locate`.
-
-    Raises:
-        UserError: no id "owner/name", the hub cannot be reached, or it refuses.
+    Returns the address of the commit, whose last part is the revision for `locate`. Raises UserError for no id
+    "owner/name", and where the hub cannot be reached or refuses.
     """
     check_id(repository)
     import httpx2
