@@ -45,10 +45,9 @@ def locate(name: str | Path) -> Path:
 def push(folder: Path, repository: str) -> str:
     """Uploads an exported wire to the hub, to a new private repository or one that is there.
 
-    Returns the address of the commit, whose last part is the revision for `locate`. Raises UserError for no id
-    "owner/name", and where the hub cannot be reached or refuses.
+    Returns the address of the commit, whose last part is the revision for `locate`. Raises UserError where the hub
+    cannot be reached or refuses; `check_id` has checked the id.
     """
-    check_id(repository)
     import httpx2
     from huggingface_hub import HfApi
 
