@@ -67,13 +67,8 @@ def paragraphs(path: Path) -> Iterator[str]:
 def read(path: Path, *, remedy: str, document: type[Any] | None = None) -> Iterator[tuple[str, Any]]:
     """Yields (place, object) of a file of JSON lines, of a JSON array, or of one row; by its content, not its name.
 
-    Args:
-        path: a file, also .gz.
-        remedy: what the rows should look like, for messages.
-        document: the type of a file that is one object with an array "data"; it is yielded whole.
-
-    Raises:
-        UserError: names file, row, field, value, rule and remedy.
+    `document` is the type of a file that is one object with an array "data"; it is yielded whole. Raises UserError
+    naming file, row, field, value, rule and `remedy`: what the rows should look like.
     """
     named = ".jsonl" in path.suffixes
     with opened(path) as file:

@@ -108,12 +108,9 @@ class Tokenizer:
     def render(
         self, turns: Sequence[Mapping[str, Any]], *, reply: bool, values: Mapping[str, Any] | None = None
     ) -> str:
-        """Returns a conversation in the chat template; with `reply`, up to where one begins.
+        """Returns a conversation in the chat template; with `reply`, up to where the assistant's begins.
 
-        Args:
-            turns: {"role", "content"} and further keys, given to the template as transformers gives them.
-            reply: the assistant's turn is opened.
-            values: further values for the template, as "tools".
+        `turns` and `values`, as "tools", are given to the template as transformers gives them.
         """
         context = {"tools": None, "documents": None, "date_string": f"{chat_templates.DATE:%d %b %Y}", **(values or {})}
         context |= {"messages": chat_templates.as_given(turns), "add_generation_prompt": reply}

@@ -258,12 +258,8 @@ def _only(names: list[str], pattern: str, wheel: Path, what: str) -> str:
 def from_hub(repository: str, files: list[str], *, revision: str | None = None) -> Path:
     """Returns the folder of a repository's files in the hub's cache, fetched where they are not there yet.
 
-    Args:
-        files: patterns of their names.
-        revision: branch, tag or commit; None: the default branch.
-
-    Raises:
-        UserError: the hub does not give it.
+    `files` are patterns of their names; `revision` is a branch, tag or commit, None the default branch. Raises
+    UserError where the hub does not give it.
     """
     import httpx2
     from huggingface_hub import snapshot_download
