@@ -47,16 +47,12 @@ def test_sizes_are_read_and_what_no_state_depends_on_is_let_pass():
         ("embedding_size", 128),
         ("num_attention_heads", 5),
         ("type_vocab_size", 0),
+        ("hidden_size", None),
     ],
 )
-def test_field_that_changes_the_mathematics_is_refused_by_name(key, value):
+def test_missing_size_and_field_that_changes_the_mathematics_are_refused_by_name(key, value):
     with pytest.raises(UserError, match=rf"here\.json.*{re.escape(key)}"):
         read(FIELDS | {key: value})
-
-
-def test_missing_size_is_refused_by_name():
-    with pytest.raises(UserError, match="hidden_size is missing"):
-        read({name: value for name, value in FIELDS.items() if name != "hidden_size"})
 
 
 # --- tensors
