@@ -38,16 +38,9 @@ STABLELM = dataclasses.replace(QWEN, width=40, norm="layer", rotated=4)  # its h
 FAMILIES = {"llama": LLAMA, "qwen2": QWEN, "phi3": PHI3, "stablelm": STABLELM}
 
 
-def random_params(cfg):
-    """Every leaf random, norms and biases too, so that swapped tensors show."""
-    leaves, treedef = jax.tree.flatten(decoder.abstract(cfg, jnp.float32))
-    rng = np.random.default_rng(7)
-    return treedef.unflatten([rng.normal(size=leaf.shape).astype(np.float32) for leaf in leaves])
-
-
 @pytest.fixture
 def llama(tmp_path):
-    weights.save(tmp_path / "llama", random_params(LLAMA), LLAMA, model_type="llama")
+    weights.save(tmp_path / "llama", tiny.draw_decoder(LLAMA), LLAMA, model_type="llama")
     return tmp_path / "llama"
 
 
@@ -59,7 +52,7 @@ SCALED = dataclasses.replace(LLAMA, rope_scaling=Llama3Scaling(32.0, 1.0, 4.0, 8
 
 @pytest.mark.parametrize(("family", "cfg"), [*FAMILIES.items(), ("llama", SCALED)])
 def test_saved_reader_loads_back_unchanged(tmp_path, monkeypatch, family, cfg):
-    params = random_params(cfg)
+    params = tiny.draw_decoder(cfg)
     weights.save(tmp_path / "m", params, cfg, model_type=family)
     assert weights.describe(tmp_path / "m") == cfg
     assert_equal_trees(weights.load(tmp_path / "m", dtype=jnp.float32), params)
@@ -87,11 +80,11 @@ def test_saved_model_leaves_no_file_of_an_earlier_one_beside_it(tmp_path):
     own = ["mine.txt", "README.md"]
     for name in ["generation_config.json", "chat_template.jinja", "added_tokens.json", *own]:
         (tmp_path / name).write_text("{}")
-    weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama")
+    weights.save(tmp_path, tiny.draw_decoder(LLAMA), LLAMA, model_type="llama")
     assert (tmp_path / "chat_template.jinja").exists(), "it may be of the tokenizer that is there"
     generation = {"eos_token_id": [2, 5], "pad_token_id": 4}
     words = Words(b"one")
-    weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama", tokenizer=words, generation=generation)
+    weights.save(tmp_path, tiny.draw_decoder(LLAMA), LLAMA, model_type="llama", tokenizer=words, generation=generation)
     names = {path.name for path in tmp_path.iterdir()}
     assert not names & {"chat_template.jinja", "added_tokens.json"} and names >= set(own)
     saved = json.loads((tmp_path / "generation_config.json").read_text())
@@ -101,7 +94,7 @@ def test_saved_model_leaves_no_file_of_an_earlier_one_beside_it(tmp_path):
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_model_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, monkeypatch, file):
-    params = random_params(LLAMA)
+    params = tiny.draw_decoder(LLAMA)
     weights.save(tmp_path, params, LLAMA, model_type="llama", tokenizer=Words(b"one"))
     before = tiny.contents(tmp_path)
     assert before.keys() == {"config.json", "model.safetensors", "tokenizer.json", "templates/tool.jinja"}
@@ -123,12 +116,12 @@ def test_model_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, mon
 def test_several_files_give_the_same_as_one(llama):
     before = weights.fingerprint(llama)
     shard(llama)
-    assert_equal_trees(weights.load(llama, dtype=jnp.float32), random_params(LLAMA))
+    assert_equal_trees(weights.load(llama, dtype=jnp.float32), tiny.draw_decoder(LLAMA))
     assert weights.fingerprint(llama) == before
 
 
 def test_weights_are_kept_and_cast_only_on_demand(tmp_path, llama):
-    narrow = jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16), random_params(LLAMA))
+    narrow = jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16), tiny.draw_decoder(LLAMA))
     assert_equal_trees(weights.load(llama, dtype=jnp.bfloat16), narrow)  # rounded to the nearest
     weights.save(tmp_path / "m", narrow, LLAMA, model_type="llama")
     kept = weights.load(tmp_path / "m", dtype=jnp.bfloat16)
@@ -139,7 +132,7 @@ def test_weights_are_kept_and_cast_only_on_demand(tmp_path, llama):
 
 
 def test_first_layers_only(llama):
-    got, want = weights.load(llama, dtype=jnp.float32, layers=2), random_params(LLAMA)
+    got, want = weights.load(llama, dtype=jnp.float32, layers=2), tiny.draw_decoder(LLAMA)
     assert_equal_trees(got["layers"], jax.tree.map(lambda x: x[:2], want["layers"]))
     with pytest.raises(UserError, match="layers=4"):
         weights.load(llama, dtype=jnp.float32, layers=4)
@@ -153,7 +146,7 @@ def test_weights_land_in_their_shards(llama):
     shardings["layers"]["o"] = jax.NamedSharding(mesh, jax.P(None, None, "model", None))
     shardings["norm"] = jax.NamedSharding(mesh, jax.P("model"))
     got = weights.load(llama, dtype=jnp.float32, shardings=shardings)
-    assert_equal_trees(got, random_params(LLAMA))
+    assert_equal_trees(got, tiny.draw_decoder(LLAMA))
     assert jax.tree.all(
         jax.tree.map(lambda leaf, want: leaf.sharding.is_equivalent_to(want, leaf.ndim), got, shardings)
     )
@@ -269,7 +262,7 @@ def _leave_index(folder):  # as transformers' save_pretrained leaves one that it
 @pytest.mark.parametrize("add", [add_shards, _add_copies, _rename, _leave_index])
 def test_folder_with_one_set_of_weights_is_read_whatever_stands_beside_it(llama, add):
     add(llama)
-    assert_equal_trees(weights.load(llama, dtype=jnp.float32), random_params(LLAMA))
+    assert_equal_trees(weights.load(llama, dtype=jnp.float32), tiny.draw_decoder(LLAMA))
 
 
 def test_pickles_are_never_opened(llama):
@@ -289,7 +282,7 @@ STORED_QUANTISED = ("q", "k", "gate", "embed")  # rows of 32, one block
 
 def write_gguf(path, cfg, arch, *, change=lambda name, value: value, fields=lambda writer: None):
     """Writes a model as its converter would, q and k of llama interleaved; returns what must be read back."""
-    params = random_params(cfg)
+    params = jax.tree.map(np.array, tiny.draw_decoder(cfg))
 
     def add(writer):
         writer.add_block_count(cfg.layers)
@@ -373,7 +366,7 @@ def test_cut_off_gguf_is_refused(tmp_path, keep):
 
 def test_fingerprint_is_of_the_configuration_and_samples_of_every_tensor(tmp_path):
     cfg = dataclasses.replace(LLAMA, ffn=211)  # 6752 values of 4 bytes in a matrix, three samples of 1024
-    weights.save(tmp_path / "m", random_params(cfg), cfg, model_type="llama")
+    weights.save(tmp_path / "m", tiny.draw_decoder(cfg), cfg, model_type="llama")
     shutil.copytree(tmp_path / "m", tmp_path / "copy")
     before, name = weights.fingerprint(tmp_path / "m"), "model.layers.2.mlp.down_proj.weight"
     assert weights.fingerprint(tmp_path / "copy") == before
@@ -391,7 +384,7 @@ def test_transformers_opens_what_is_saved(tmp_path, family):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
-    weights.save(tmp_path, random_params(FAMILIES[family]), FAMILIES[family], model_type=family)
+    weights.save(tmp_path, tiny.draw_decoder(FAMILIES[family]), FAMILIES[family], model_type=family)
     model, told = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
     assert not any(told.values())
     state, stored = model.state_dict(), load_file(tmp_path / "model.safetensors")
