@@ -162,13 +162,11 @@ def other_examples(examples: Sequence[Example]) -> list[int]:
 def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] = ()) -> Encoded:
     """Returns the examples as token ids, with those of `core.eval_rows.PROMPT_FIELDS` that `rows` names.
 
-    Examples without answers become prompts: batches without answer fields. An example is dropped for all readers or
-    for none. Raises UserError for an overlong context under data.overlong="refuse", and when no example is left.
+    All have answers, or none has and they become prompts: batches without answer fields. An example is dropped for all
+    readers or for none. Raises UserError for an overlong context under data.overlong="refuse", and when none is left.
     """
     drops = DropCounts([example.id for example in examples])
     answered = any(example.answers for example in examples)
-    if not all(bool(example.answers) == answered for example in examples):
-        raise UserError("some examples have answers and some have none; encode them separately")
     source = read_source([example.context for example in examples], layout, drops)
     passes = {name: ReaderPass(name, reader, layout, drops) for name, reader in layout.readers.items()}
     slots = layout.count_slots(source).tolist()

@@ -292,7 +292,6 @@ def test_single_prompt_equals_the_data_set_without_answers():
     ("asked", "named"),
     [
         ([], "none of 0"),
-        ([CARDS[0], Example("x", "c", "q", ())], "answers"),
         (CARDS[:2], "'cards/train/0/0'"),  # longer than the limit without any context
     ],
 )
