@@ -15,9 +15,8 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.progress import phase
 from lw_jax.core.types import LossTerms, Task, Tree
 from lw_jax.data import corpus, documents, row_sources
-from lw_jax.data.corpus import Span, TextTokenizer
+from lw_jax.data.corpus import Span, TextTokenizer, WarmupSchedule, Windows
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, byte_backend, load_tokenizer, wrap
-from lw_jax.data.windows import WarmupSchedule, Windows
 from lw_jax.evals import ngrams
 from lw_jax.hub import sources, weights
 from lw_jax.losses import chunked

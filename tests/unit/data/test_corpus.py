@@ -1,4 +1,4 @@
-"""lw_jax/data/corpus.py: text packed once, found again, whole after a stop."""
+"""lw_jax/data/corpus.py: text packed once, found again, whole after a stop; its windows, with a rate that warms up."""
 
 import dataclasses
 import json
@@ -11,10 +11,9 @@ import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.data import corpus, documents
-from lw_jax.data.corpus import pack
+from lw_jax.data.corpus import Span, WarmupSchedule, Windows, pack
 from lw_jax.data.row_sources import Unreachable
 from lw_jax.data.tokens import ByteTokenizer, load_tokenizer
-from lw_jax.data.windows import Windows
 from lw_jax.recipes import selfmade
 
 DOCUMENTS = ["naïve 中文\n", "", "two words", " \n ", *(f"document {i} of many" for i in range(31))]
@@ -217,3 +216,59 @@ def test_split_that_leaves_a_side_without_a_window_is_refused(tmp_path, source):
     for held_out, length in ((0.0, 7), (1.0, 7), (0.99, 50), (0.5, packed.tokens)):
         with pytest.raises(UserError, match=f"held_out={held_out} .*window of {length}"):
             packed.split(held_out, length=length)
+
+
+# --- windows
+
+
+LENGTH = 7
+
+
+@pytest.fixture
+def packed(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"{i} " for i in range(131)))
+    return pack(str(tmp_path / "a.txt"), ByteTokenizer(), root=tmp_path)
+
+
+@pytest.fixture
+def windows(packed):
+    return Windows(packed.split(0.25, length=LENGTH)[0], LENGTH, "lm")
+
+
+def test_windows_are_the_tokens_of_their_span_each_target_once(packed):
+    ids = packed.rows([0], packed.tokens)[0]
+    for span in packed.split(0.25, length=LENGTH):
+        windows = Windows(span, LENGTH, "lm")
+        count = (len(span) - 1) // LENGTH
+        assert len(windows) == count
+        found = windows.collate(range(count))["readers"]["lm"]["ids"]
+        assert found.shape == (count, LENGTH + 1) and found.dtype == np.int32
+        at = span.start
+        np.testing.assert_array_equal(found[:, :-1].ravel(), ids[at : at + count * LENGTH])
+        np.testing.assert_array_equal(found[:, 1:].ravel(), ids[at + 1 : at + count * LENGTH + 1])
+
+
+def test_batch_has_what_a_course_and_a_loss_ask_for(windows):
+    one = windows.collate([5, 0, 11])
+    fields = one["readers"]["lm"]
+    assert one["source"] == {} and one["index"].tolist() == [5, 0, 11] and one["index"].dtype == np.int32
+    assert set(fields) == {"ids", "weights", "rate", "task"}
+    for name, shape in (("weights", (3, 1)), ("rate", (3,))):
+        assert fields[name].dtype == np.float32
+        np.testing.assert_array_equal(fields[name], np.ones(shape))
+    assert windows.task == "text"
+
+
+def test_last_window_needs_a_target_for_its_last_input(packed):
+    assert [len(Windows(Span(packed, 4, 4 + tokens), LENGTH, "lm")) for tokens in (7, 8, 14, 15, 16)] == [0, 1, 1, 2, 2]
+
+
+def test_rate_rises_evenly_to_one_and_stays(windows):
+    data_schedule = WarmupSchedule.of(windows, warmup=10, start=0.2)
+    rates = [
+        data_schedule.batch(n, global_batch=6, seed=0, share=slice(0, 4))["readers"]["lm"]["rate"] for n in range(13)
+    ]
+    assert all(rate.dtype == np.float32 and rate.shape == (4,) for rate in rates)
+    np.testing.assert_array_equal(
+        rates, np.repeat(np.minimum(0.2 + 0.08 * np.arange(13), 1).astype(np.float32)[:, None], 4, axis=1)
+    )
