@@ -157,7 +157,6 @@ class WarmupSchedule(DataSchedule):
         return self.start + min(1.0, number / self.warmup) * (1.0 - self.start) if self.warmup else 1.0
 
     def batch(self, number: int, *, global_batch: int, seed: int, share: slice) -> Batch:
-        """Returns rows `share` of a global batch; a function of its arguments alone."""
         batch = super().batch(number, global_batch=global_batch, seed=seed, share=share)
         for fields in batch["readers"].values():
             fields["rate"] = np.full_like(fields["rate"], self.rate(number))
