@@ -37,8 +37,6 @@ def opened(path: Path) -> Iterator[io.BufferedReader | gzip.GzipFile]:
             yield gzip.GzipFile(fileobj=raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file (seen from {Path.cwd()}); name another, also .gz") from error
-    except IsADirectoryError as error:
-        raise UserError(f"{path}: is a directory; name a file in it, also .gz") from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: broken gzip data ({error}); fetch or compress the file again") from error
     except UnicodeDecodeError as error:
