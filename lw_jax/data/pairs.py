@@ -30,7 +30,6 @@ _OURS = frozenset(("messages", "add_generation_prompt", "continue_final_message"
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"  # the marks of a transcript
 _PLAIN, _TRANSCRIPT, _CONVERSATION = "plain", "a transcript without prompt", "conversational"
 
-
 Turn = dict[str, Any]  # one message of a conversation: role, content and what else the row has for the template
 Text = str | tuple[Turn, ...]
 

@@ -146,13 +146,11 @@ TENSORS: dict[str, Row] = {
     "layers/down": Row("model.layers.{}.mlp.down_proj.weight", "blk.{}.ffn_down.weight"),
 }
 
-
 # Fused stored matrices, their parts in the order of the rows.
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
-
 
 Place = tuple[tuple[str, ...], int | None]  # path in the parameter tree, layer of a stacked leaf
 

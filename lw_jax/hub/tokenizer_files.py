@@ -21,7 +21,6 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**24)]
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 _FETCH = "fetch the tokenizer's files again"
 
-
 # The tokenizer, the ids at which generation ends beside EOS, and the rows of the model's embedding table; None without
 # a model in the folder.
 Loaded = tuple["PreTrainedTokenizerFast", tuple[int, ...], int | None]

@@ -22,7 +22,6 @@ ANSWER_FIELDS = {"answer_inputs", "targets", "weights"}
 SENT = {"channel", "task"}  # how the latents come, and what for
 ALL_ROWS = ("text", "latents", "shuffled", "zero", "none", "truncated")
 
-
 CARDS = question_cards.make(61, facts=4, seed=0, split="train")
 TEXTS = [f"Context:\n{e.context}\nQuestion: {e.question}\nAnswer: {e.answers[0]}" for e in CARDS]
 SYSTEM = "{% if messages[1:] %}{{ messages[0].content }}{% endif %}"

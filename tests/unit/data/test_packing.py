@@ -24,7 +24,6 @@ GRADIENT = 2e-4  # of the largest in a leaf, likewise; a gain's, one number, is 
 COUNTS = (3, 1, 2, 7, 3, 4, 1, 5, 2, 3, 6, 1)  # questions of each text
 TOKENS = 136  # of a row: three questions of these tokenizers with their answers, or two
 
-
 pytestmark = pytest.mark.usefixtures("module_cache")
 
 

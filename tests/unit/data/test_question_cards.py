@@ -11,7 +11,6 @@ from lw_jax.data import question_cards
 CHANCE = 0.05  # a guess without the card must stay below this
 KINDS = {value: kind for kind, attribute in question_cards.ATTRIBUTES.items() for value in attribute.values}
 
-
 SENTENCES = {
     template.format(name="@", value=value): (kind, value)
     for kind, attribute in question_cards.ATTRIBUTES.items()

@@ -25,7 +25,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{% if date_string %}{{ date_string }}{% endif %}"
 )
 
-
 FIELDS = {
     "model": "gpt2",
     "pre": "smollm",
