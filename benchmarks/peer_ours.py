@@ -94,7 +94,7 @@ def trainable(cfg: Config, recipe: Any) -> Any:
         shapes = recipe.abstract().trainable
         rng = np.random.default_rng(SEED)
         return jax.tree.map(lambda x: rng.normal(0, 0.02, x.shape).astype(x.dtype), shapes)
-    body = frozen_models.BODIES["lm"].load(Path(cfg.encoder.source), cfg.encoder.layers)
+    body = frozen_models.load_body(Path(cfg.encoder.source), recipe.wire.encoder.body)
     sizes = dict.fromkeys(cfg.llms, np.float32(0.02))
     return jax.jit(recipe.wire.init)(jax.random.key(SEED), body=body, embedding_rms=sizes)
 

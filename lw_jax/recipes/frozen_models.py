@@ -2,9 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,7 @@ from jax.sharding import Mesh, Sharding
 from lw_jax.core import config, precision, tree
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.core.precision import Precision
+from lw_jax.core.precision import FP32, Precision
 from lw_jax.core.types import Tree
 from lw_jax.hub import architectures, sources, weights
 from lw_jax.models import bert, decoder, encoder, quant
@@ -79,45 +77,27 @@ def mode(cfg: Config, mesh: Mesh, own: Precision) -> decoder.Mode:
 
 # --- pretrained bodies of encoders
 
-
-Body = TypeVar("Body", DecoderConfig, BertConfig)
-
-
-@dataclasses.dataclass(frozen=True)
-class BodyKind:
-    """One kind of body; its parameters are fp32 because they may be trained."""
-
-    describe: Callable[[Path], Any]  # -> DecoderConfig | BertConfig
-    abstract: Callable[[Any], Tree]
-    load: Callable[[Path, int], Tree]  # (location, layers)
+BODIES = {"lm": weights.describe, "bert": weights.describe_bert}  # encoder.kind -> what reads a body's shapes
+Body = DecoderConfig | BertConfig
 
 
-BODIES = {
-    "lm": BodyKind(
-        weights.describe,
-        lambda cfg: encoder.keep_body(decoder.abstract(cfg, jnp.float32)),
-        lambda location, layers: encoder.keep_body(weights.load(location, dtype="float32", layers=layers)),
-    ),
-    "bert": BodyKind(
-        weights.describe_bert,
-        lambda cfg: bert.abstract(cfg, jnp.float32),
-        lambda location, layers: weights.load_bert(location, layers=layers),
-    ),
-}
-
-
-def abstract_body(body: DecoderConfig, own: Precision) -> Tree:
-    """Returns a frozen decoder body as shapes, stored as its products take it."""
+def abstract_body(body: Body, own: Precision = FP32) -> Tree:
+    """Returns a body as shapes: in fp32, as it may be trained, or a frozen decoder as its products take it."""
+    if isinstance(body, BertConfig):
+        return bert.abstract(body, jnp.float32)
     return encoder.keep_body(decoder.abstract(body, own.values, factors=own.factors))
 
 
-def load_body(location: Path, layers: int, own: Precision, sharding: Sharding) -> Tree:
-    """Loads the same, whole on each device of a sharding."""
-    whole = dataclasses.replace(weights.describe(location), layers=layers)
-    shardings = jax.tree.map(lambda leaf: sharding, decoder.abstract(whole, own.values, factors=own.factors))
-    return encoder.keep_body(
-        weights.load(location, dtype=own.values, factors=own.factors, layers=layers, shardings=shardings)
-    )
+def load_body(location: Path, body: Body, own: Precision = FP32, sharding: Sharding | None = None) -> Tree:
+    """Loads the same; a frozen decoder whole on each device of a sharding."""
+    if isinstance(body, BertConfig):
+        return weights.load_bert(location, layers=body.layers)
+    shardings = None
+    if sharding is not None:
+        whole = dataclasses.replace(weights.describe(location), layers=body.layers)
+        shardings = jax.tree.map(lambda leaf: sharding, decoder.abstract(whole, own.values, factors=own.factors))
+    dtypes = {"dtype": own.values, "factors": own.factors}
+    return encoder.keep_body(weights.load(location, **dtypes, layers=body.layers, shardings=shardings))
 
 
 def cut_body(body: Body, spec: config.Encoder) -> Body:
@@ -138,6 +118,4 @@ def cut_body(body: Body, spec: config.Encoder) -> Body:
     cut = dataclasses.replace(body, layers=spec.layers or body.layers)
     if spec.states > cut.layers:
         raise UserError(f"config.encoder.states={spec.states} but the encoder has {cut.layers} layers; lower it")
-    if not isinstance(cut, DecoderConfig):
-        return cut
-    return dataclasses.replace(cut, tied=True)
+    return dataclasses.replace(cut, tied=True) if isinstance(cut, DecoderConfig) else cut

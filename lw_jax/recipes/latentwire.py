@@ -76,26 +76,26 @@ class LatentWire(WireReaders):
         spec = self.cfg.encoder
         if spec.kind not in frozen_models.BODIES:
             return None
-        if self.outline and spec.kind == "lm":
-            return frozen_models.cut_body(frozen_models.outline(self.cfg, spec.source), spec)
-        if self.outline:
-            return frozen_models.cut_body(architectures.find_bert(spec.source), spec)
-        assert self.body_location is not None  # it has one of the BODIES
-        return frozen_models.cut_body(frozen_models.BODIES[spec.kind].describe(self.body_location), spec)
+        if not self.outline:
+            assert self.body_location is not None  # it has one of the BODIES
+            body = frozen_models.BODIES[spec.kind](self.body_location)
+        elif spec.kind == "lm":
+            body = frozen_models.outline(self.cfg, spec.source)
+        else:
+            body = architectures.find_bert(spec.source)
+        return frozen_models.cut_body(body, spec)
 
     # --- weights
 
     @functools.cached_property
     def _abstract(self) -> Weights:
-        body, spec = None, self.wire.encoder
-        if spec.body and spec.pairs is None:
-            body = frozen_models.BODIES[self.cfg.encoder.kind].abstract(spec.body)
-        sizes = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.wire.readers}
-        trainable = jax.eval_shape(self._init, rngs.abstract(), body, sizes)
-        frozen = self._abstract_readers()
-        if spec.pairs is not None and isinstance(spec.body, DecoderConfig):
+        spec, body, frozen = self.wire.encoder, None, self._abstract_readers()
+        if spec.body and spec.pairs:
             frozen[SHARED] = frozen_models.abstract_body(spec.body, spec.precision)
-        return Weights(trainable, frozen)
+        elif spec.body:
+            body = frozen_models.abstract_body(spec.body)
+        sizes = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.wire.readers}
+        return Weights(jax.eval_shape(self._init, rngs.abstract(), body, sizes), frozen)
 
     @functools.cached_property
     def _init(self) -> Callable[..., Tree]:
@@ -118,7 +118,7 @@ class LatentWire(WireReaders):
         readers: Tree = self.load_frozen() if frozen is None else frozen
         body = None
         if self.body_location and self.wire.encoder.body and self.wire.encoder.pairs is None:
-            body = frozen_models.BODIES[self.cfg.encoder.kind].load(self.body_location, self.wire.encoder.body.layers)
+            body = frozen_models.load_body(self.body_location, self.wire.encoder.body)
         key = rngs.stream(self.cfg.seed, "trainable")
         sizes = jax.device_get(place.replicate(self._embedding_sizes(readers), self.placement.learner))
         # On one device, as every placement has it whole: one program for all of them.
@@ -215,7 +215,7 @@ class LatentWire(WireReaders):
             self._teacher.fill(readers)
         if SHARED in placed and self.body_location and spec.body:
             whole = place.whole(self.placement.learner)
-            readers[SHARED] = frozen_models.load_body(self.body_location, spec.body.layers, spec.precision, whole)
+            readers[SHARED] = frozen_models.load_body(self.body_location, spec.body, spec.precision, whole)
         return readers
 
     # --- data
@@ -312,7 +312,7 @@ class LatentWire(WireReaders):
         spec = self.cfg.encoder
         origin = "from scratch"
         if self.body_location:
-            origin = weights.fingerprint(self.body_location, describe=frozen_models.BODIES[spec.kind].describe)
+            origin = weights.fingerprint(self.body_location, describe=frozen_models.BODIES[spec.kind])
         if spec.run:
             origin = f"of the run {spec.run}" + (f", {origin}" if spec.rank else "")
         shape = f"{spec.kind} {spec.pooling} {spec.slots}x{spec.width} layers {spec.layers}"

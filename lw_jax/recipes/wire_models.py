@@ -17,7 +17,7 @@ def describe(cfg: Config, *, names: Collection[str] | None = None) -> dict[str, 
     wanted: dict[str, tuple[str, Callable[[Path], Any]]]
     wanted = {f"{READERS}{name}": (llm.sha256, weights.describe) for name, llm in cfg.llms.items()}
     if cfg.encoder.kind in frozen_models.BODIES:
-        wanted[BODY] = cfg.encoder.sha256, frozen_models.BODIES[cfg.encoder.kind].describe
+        wanted[BODY] = cfg.encoder.sha256, frozen_models.BODIES[cfg.encoder.kind]
     models = {}
     for name, (sha256, read) in wanted.items():
         if names is None or name in names:
