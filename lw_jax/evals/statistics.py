@@ -43,13 +43,13 @@ class Bootstrap:
     are drawn one by one: an interval is then that of further questions of this text. One example has no interval.
     """
 
-    def __init__(self, texts: Sequence[Hashable], *, seed: int, resamples: int = RESAMPLES):
+    def __init__(self, texts: Sequence[Hashable], *, seed: int):
         """Draws the resamples; `texts` names each example's text."""
         number = {text: position for position, text in enumerate(dict.fromkeys(texts))}
         groups = [number[text] for text in texts] if len(number) > 1 else list(range(len(texts)))
         drawn = max(groups) + 1
         # How often each resample drew each text: drawing n indices with replacement is this multinomial.
-        counts = np.random.default_rng(seed).multinomial(drawn, np.full(drawn, 1 / drawn), size=resamples)
+        counts = np.random.default_rng(seed).multinomial(drawn, np.full(drawn, 1 / drawn), size=RESAMPLES)
         self.counts = counts[:, groups].astype(np.float64)  # [resamples, examples]
         if drawn == 1:
             self.counts[:] = np.nan  # all resamples of one example are it: nothing is known of others
