@@ -222,12 +222,9 @@ class SelfmadeReader(Recipe):
         return {}
 
     def data_schedule(self) -> DataSchedule:
-        return DataSchedule.of(self.data("train"))
+        return DataSchedule.of(self.encode(self.examples))
 
-    def validation(self) -> list[tuple[str, batches.Encoded]]:
-        return [("", self.data("validation"))]
-
-    def data(self, split: examples.Split) -> batches.Encoded:
+    def encode(self, cards: Sequence[Example]) -> batches.Encoded:
         """Returns whole cards as one sequence: its first token is the prompt, all others with the answer the target.
 
         Predicting the question's words teaches copying from the text, without which the answer is learned late; a card
@@ -243,7 +240,6 @@ class SelfmadeReader(Recipe):
             width=1,
             data=self.cfg.data,
         )
-        cards = self.examples if split == "train" else examples.load(self.cfg.data, split, seed=self.cfg.seed)
         encoded = batches.encode(cards, layout=layout, rows=("text",))
         text, answer = (encoded.readers["reader"][key] for key in ("text", "answer"))
         more = self._ask_all(encoded.examples, layout)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lw_jax.core.errors import UserError
-from lw_jax.data import question_cards
+from lw_jax.data import examples, question_cards
 from lw_jax.data.tokens import load_tokenizer
 from lw_jax.recipes import selfmade
 from lw_jax.training.trainer import Run
@@ -115,7 +115,7 @@ def made(root, tmp_path_factory):
         for style in question_cards.STYLES:
             cfg = tiny.make_config(root, data__train=style, data__validation=style, data__facts=3)
             recipe = selfmade.SelfmadeReader(cfg, meshes.make(data=1, model=1), source="selfmade:llama")
-            data = recipe.data("validation")
+            data = recipe.encode(examples.load(recipe.cfg.data, "validation", seed=recipe.cfg.seed))
             found[style] = (recipe, data, data.collate(range(len(data)))["readers"]["reader"])
     return found
 
@@ -138,7 +138,7 @@ def test_what_the_folder_does_not_name_makes_no_other_reader(made, root, monkeyp
     cfg = tiny.make_config(root, **given)
     other = selfmade.SelfmadeReader(cfg, meshes.make(data=1, model=1), source="selfmade:llama")
     assert other.folder == one.folder
-    assert other.examples == one.examples and other.data("validation").digest() == data.digest()
+    assert other.examples == one.examples and other.encode(data.examples).digest() == data.digest()
     assert other.wire.readers == one.wire.readers
     jax.tree.map(np.testing.assert_array_equal, other.build().trainable, one.build().trainable)
 
