@@ -51,6 +51,8 @@ class DPO(Recipe):
             if outline
             else weights.describe(self.location)
         )
+        arithmetic = frozen_models.precision_of(cfg, self.llm, placed.platform)
+        self.mode = frozen_models.mode(cfg, placed.readers[self.name].mesh, arithmetic)
 
     @functools.cached_property
     def location(self) -> Path:
@@ -100,7 +102,7 @@ class DPO(Recipe):
         """Returns the training pairs in batches of similar length, each length bucket as often as it has pairs."""
         streams = tuple((data, float(len(data))) for data in self._train)
         # The whole run: shares of an epoch would be rounded to batches, in each epoch alike.
-        return DataSchedule((Phase(max(1, self.cfg.train.steps), streams),))
+        return DataSchedule((Phase(self.cfg.train.steps, streams),))
 
     def validation(self) -> list[tuple[str, Preferences]]:
         """Returns the held-out pairs; those of data.held_out share no prompt with training."""
@@ -195,7 +197,7 @@ class DPO(Recipe):
         """Returns each answer's summed log-probability and summed mean logits, both [b 2]."""
         rows, sides, length = fields["ids"].shape
         ids, mask = (fields[key].reshape(rows * sides, length) for key in ("ids", "mask"))
-        hidden = decoder.forward(policy, self.model, decoder.embed(params, ids), mask=mask, mode=self._mode).hidden
+        hidden = decoder.forward(policy, self.model, decoder.embed(params, ids), mask=mask, mode=self.mode).hidden
         chunk = chunked.positions(
             self.cfg.compute.logits_chunk, rows=rows * sides, data=shards.row_devices(self.placement.learner)
         )
@@ -204,11 +206,6 @@ class DPO(Recipe):
         scored = _scored(fields).reshape(rows * sides, length - 1)
         total, mean_logits = (jnp.sum(x * scored, axis=1).reshape(rows, sides) for x in (logp, mean))
         return total, mean_logits
-
-    @functools.cached_property
-    def _mode(self) -> decoder.Mode:
-        arithmetic = frozen_models.precision_of(self.cfg, self.llm, self.placement.platform)
-        return frozen_models.mode(self.cfg, self.placement.readers[self.name].mesh, arithmetic)
 
     # --- identity
 

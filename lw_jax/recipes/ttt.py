@@ -158,9 +158,8 @@ class TTT(Recipe):
         targets = ids[:, 1:]
         counted = jnp.broadcast_to(fields["weights"], targets.shape)
         factors = self._mode(measured).precision.factors
-        total, nll = chunked.summed_nll(
-            out.hidden, table, targets, counted, chunk=chunk, vocab=self._masked, factors=factors
-        )
+        vocab = self.model.vocab if self.model.rows else 0  # the table's rows beyond it are padding
+        total, nll = chunked.summed_nll(out.hidden, table, targets, counted, chunk=chunk, vocab=vocab, factors=factors)
         terms = self._details(out, nll, counted, fields) if measured else {}
         return LossTerms(total, jnp.sum(counted), terms)
 
@@ -208,11 +207,6 @@ class TTT(Recipe):
             local=shards.by_rows(self.placement.learner),
             measured=measured,
         )
-
-    @property
-    def _masked(self) -> int:
-        """Returns the vocabulary where the table has padding rows, else 0."""
-        return self.model.vocab if self.model.rows > self.model.vocab else 0
 
     # --- identity
 
