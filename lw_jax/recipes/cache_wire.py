@@ -142,6 +142,6 @@ class CacheWire(WireReaders):
     def content(self) -> dict[str, str]:
         """Returns hashes of the questions of both splits, and with the first one's of its passages."""
         content = {split: examples.digest(self.curriculum.examples(split)) for split in ("train", "validation")}
-        if passages := self.curriculum.passages():
+        if passages := self.curriculum.passages:
             content["train"] = content_hash([content["train"], passages])
         return content

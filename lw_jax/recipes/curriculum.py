@@ -42,7 +42,6 @@ class Curriculum:
         self.stream = functools.cache(self._stream)
         self._trained = functools.cache(self._group)
         self.examples = functools.cache(self._examples)
-        self.passages = functools.cache(self._read_passages)
         self._starts = functools.cache(self._read_starts)
 
     def data_schedule(self) -> DataSchedule:
@@ -102,7 +101,7 @@ class Curriculum:
         return self._complete(batches.encode(self.examples(split), layout=self.layout, rows=rows))
 
     def _passages(self, split: examples.Split, task: str, length: int) -> list[Example]:
-        named = self.passages() if split == "train" else []
+        named = self.passages if split == "train" else []
         documents = named or [example.context for example in self.examples(split)]
         make = passages.reconstructions if task == "reconstruct" else passages.continuations
         return make(documents, length, self._starts)
@@ -111,7 +110,8 @@ class Curriculum:
         """Returns i32[t], where the tokens of the first reader begin, in which passages of all lengths are counted."""
         return np.array(next(iter(self.layout.readers.values())).tokenizer.starts(document), np.int32)
 
-    def _read_passages(self) -> list[str]:
+    @functools.cached_property
+    def passages(self) -> list[str]:
         """Returns the texts of data.passages where a stage has passages; else none."""
         data = self.cfg.data
         return passages.read(data.passages, data.columns) if data.passages and longest_passage(self.cfg) else []

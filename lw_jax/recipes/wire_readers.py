@@ -135,16 +135,15 @@ class WireReaders(Recipe):
             for keys, needed in self.longest_prompts().items()
             if needed > most
         ]
-        return self._shared_texts() + self._missed_collapse() + beyond
+        # An outline reads no data.
+        return beyond if self.outline else self._shared_texts() + self._missed_collapse() + beyond
 
     def _shared_texts(self) -> list[Finding]:
-        """Returns a warning where held-out texts are among those of training; an outline reads no data."""
-        if self.outline:
-            return []
+        """Returns a warning where held-out texts are among those of training."""
         held_out = {example.context for example in self.curriculum.examples("validation")}
         trained = {
             "train": {example.context for example in self.curriculum.examples("train")},
-            "passages": set(self.curriculum.passages()),
+            "passages": set(self.curriculum.passages),
         }
         shared = {key: len(texts & held_out) for key, texts in trained.items()}
         if not any(shared.values()):
@@ -156,7 +155,7 @@ class WireReaders(Recipe):
 
     def _missed_collapse(self) -> list[Finding]:
         """Returns a warning where there is no other text from whose message held-out questions could be answered."""
-        held_out = [] if self.outline else self.curriculum.examples("validation")
+        held_out = self.curriculum.examples("validation")
         if not held_out or not one_context(held_out) or not preflight.alarm_step(self.cfg.train):
             return []
         lost = f"it cannot fire in answers, as all {len(held_out):,} held-out questions are about one text"
