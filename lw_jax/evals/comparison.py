@@ -36,8 +36,7 @@ def summarise(records: Sequence[Record], *, seed: int) -> dict[str, dict[str, Ro
         figures: Row = {"positions": _mean(group, "positions")} | {key: mean.value for key, mean in estimates.items()}
         figures |= {f"{key}_interval": estimates[key].interval() for key in INTERVALS}
         if "follows" in group[0]:
-            follows = bootstrap.mean(_column(group, "follows"))
-            figures |= {"follows": follows.value, "follows_interval": follows.interval()}
+            figures |= bootstrap.mean(_column(group, "follows")).named("follows")
         figures["distinct"] = len({record["prediction"] for record in group}) / len(group)
         figures |= {
             "examples": len(group),
@@ -97,8 +96,7 @@ def _compare_plain(groups: Mapping[str, Sequence[Record]], rows: Mapping[str, Ma
         figures["fewer_positions"] = _mean(groups[upper], "positions") / kept
     if {"latents", "shuffled"} <= rows.keys():
         right, other = rows["latents"], rows["shuffled"]
-        for key, gap in {"gap_nll": other["nll"] - right["nll"], "gap_f1": right["f1"] - other["f1"]}.items():
-            figures |= {key: gap.value, f"{key}_interval": gap.interval()}
+        figures |= (other["nll"] - right["nll"]).named("gap_nll") | (right["f1"] - other["f1"]).named("gap_f1")
     return figures
 
 
@@ -108,8 +106,7 @@ def _follow(message: Sequence[Record], text: Sequence[Record], bootstrap: Bootst
     if not followed.any():
         return {"follows": None, "follows_interval": None, "follows_reason": "the reader follows no changed text"}
     both = bootstrap.mean(followed * _column(message, "follows"))
-    share = both.over(bootstrap.mean(followed))
-    return {"follows": share.value, "follows_interval": share.interval()}
+    return both.over(bootstrap.mean(followed)).named("follows")
 
 
 def _resampler(seed: int) -> Callable[[tuple[int, ...]], Bootstrap]:
@@ -201,5 +198,4 @@ def _share(key: str, part: Estimate, whole: Estimate, upper: str) -> Row:
     if not (whole.value > 0 and low > 0):
         reason = f"{upper} may be no better than none ({whole.value:.3f}, {format_interval(whole.interval())})"
         return {key: None, f"{key}_interval": None, f"{key}_reason": reason}
-    share = part.over(whole)
-    return {key: share.value, f"{key}_interval": share.interval()}
+    return part.over(whole).named(key)

@@ -12,7 +12,7 @@ from lw_jax.core.types import SHARED, Example
 from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.loader import eval_batches
 from lw_jax.evals import answers
-from lw_jax.evals.comparison import Record, Row
+from lw_jax.evals.comparison import Record
 from lw_jax.evals.control_rows import Measured, WireSession
 from lw_jax.evals.statistics import Bootstrap
 from lw_jax.evals.verdict import format_interval
@@ -42,24 +42,19 @@ def pick(
             record |= {"joint_nll": cost if np.isfinite(cost) else None, "picked": bool(chosen[position] == reader)}
 
     bootstrap = Bootstrap([example.context for example in measured.examples], seed=seed)
-
-    def score(values: np.ndarray, key: str) -> Row:
-        estimate = bootstrap.mean(values)
-        return {key: estimate.value, f"{key}_interval": estimate.interval()}
-
     scores = {key: np.array([[record[key] for record in records] for records in answered]) for key in ("em", "f1")}
     results: dict[str, Any] = {"joint": {}, "oracle": {}, "readers": {name: {} for name in readers}}
     for key, values in scores.items():
-        results["joint"] |= score(values[chosen, np.arange(len(chosen))], key)
-        results["oracle"] |= score(values.max(axis=0), key)
+        results["joint"] |= bootstrap.mean(values[chosen, np.arange(len(chosen))]).named(key)
+        results["oracle"] |= bootstrap.mean(values.max(axis=0)).named(key)
         for name, reader_scores in zip(readers, values, strict=True):
-            results["readers"][name] |= score(reader_scores, key)
+            results["readers"][name] |= bootstrap.mean(reader_scores).named(key)
     for reader, name in enumerate(readers):
         results["readers"][name]["picked"] = float(np.mean(chosen == reader))
     same = [
         len({answers.normalise(record["prediction"]) for record in each}) == 1 for each in zip(*answered, strict=True)
     ]
-    results |= score(np.array(same, np.float64), "agreement")
+    results |= bootstrap.mean(np.array(same, np.float64)).named("agreement")
     return results | {"examples": len(chosen), "unscored": int(np.sum(~np.isfinite(costs).any(axis=0)))}
 
 

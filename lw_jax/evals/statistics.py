@@ -35,6 +35,10 @@ class Estimate:
         high = np.sort(np.where(undefined, np.inf, self.resampled))[-1 - cut]
         return [float(low), float(high)] if np.isfinite([low, high]).all() else None
 
+    def named(self, key: str) -> dict[str, float | list[float] | None]:
+        """Returns the figure and its interval as a table's row has them."""
+        return {key: self.value, f"{key}_interval": self.interval()}
+
 
 class Bootstrap:
     """Resamples of examples by their texts; the same seed draws the same ones.
