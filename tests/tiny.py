@@ -303,16 +303,20 @@ def make_ttt(root: Path, *, devices: int = 1, strategy: str = "replicate", **cha
 class Recorder(WireFunctions):
     """Records every prompt's latents and channel."""
 
-    seen: list
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.seen = []
 
-    def prompt_from_latents(self, trainable, params, fields, latents, name, *, slots=True):
+    def prompt_from_latents(self, trainable, params, fields, latents, name):
         self.seen.append((np.asarray(fields["channel"]), np.asarray(latents)))
         return super().prompt_from_latents(trainable, params, fields, latents, name)
 
 
-def make_bench(recipe: LatentWire, built: Weights) -> control_rows.WireSession:
+def make_bench(
+    recipe: LatentWire, built: Weights, kind: type[WireFunctions] = WireFunctions
+) -> control_rows.WireSession:
     """Returns the recipe as evaluation uses it."""
-    functions = WireFunctions(recipe.wire, recipe.placement)
+    functions = kind(recipe.wire, recipe.placement)
     return control_rows.WireSession(functions, built.frozen, recipe.tokenizers, built.trainable)
 
 

@@ -25,21 +25,18 @@ APART = 1e-3
 
 @pytest.fixture(scope="module")
 def wire(root):
-    """(recorder, bench, (options, stage), what was measured) of one reader."""
+    """(bench, (options, stage), what was measured) of one reader."""
     recipe = tiny.make_recipe(root, only="qwen")
-    bench = tiny.make_bench(recipe, recipe.build())
-    recorder = tiny.Recorder(recipe.wire, recipe.placement)
-    recorder.seen = []
-    bench = dataclasses.replace(bench, functions=recorder)
+    bench = tiny.make_bench(recipe, recipe.build(), tiny.Recorder)
     changes = {"examples": COUNT, "batch": BATCH, "rows": ROWS, "max_new_tokens": 2}
     options = dataclasses.replace(recipe.cfg.eval, **changes, curve="nll", curve_examples=PART)
     measured = control_rows.measure(bench, recipe.data("validation", rows=ROWS), options=options)
-    return recorder, bench, (options, recipe.cfg.stages.answer), measured
+    return bench, (options, recipe.cfg.stages.answer), measured
 
 
 def sweep(wire, *, bits=(16, 8, 2), curve="nll", **sizes):
-    recorder, bench, (options, stage), measured = wire
-    recorder.seen.clear()
+    bench, (options, stage), measured = wire
+    bench.functions.seen.clear()
     options, sent = dataclasses.replace(options, curve=curve), dataclasses.replace(stage, **sizes)
     with pytest.MonkeyPatch.context() as patch:  # fewer than all are enough
         patch.setattr(quality_curve, "BITS", bits)
@@ -84,12 +81,12 @@ def test_references_are_the_rows_of_the_same_examples(wire, found):
 
 
 def test_readers_read_what_came_out_of_the_message_and_are_told_its_size(wire):
-    recorder, bench, _, measured = wire
+    bench, _, measured = wire
     found = sweep(wire, slots=(2, 5), widths=(8, 24), bits=(2,))
     assert {(p["slots"], p["width"]) for p in found.points} == {(2, 8), (2, 24), (5, 8), (5, 24)}
     batches = [measured.indices[0:3:2], [measured.indices[4]] * 2]
     expected = [(*size, batch) for size in itertools.product((2, 5), (8, 24)) for batch in batches]
-    for (slots, width, batch), (channel, latents) in zip(expected, recorder.seen, strict=True):
+    for (slots, width, batch), (channel, latents) in zip(expected, bench.functions.seen, strict=True):
         np.testing.assert_array_equal(channel, [[slots, width, 16]] * BATCH)
         source = jax.tree.map(jnp.asarray, measured.encoded.collate(batch)["source"])
         sent = bench.functions.encode(bench.trainable, source | {"channel": jnp.asarray(channel)})

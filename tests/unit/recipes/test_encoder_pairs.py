@@ -54,10 +54,3 @@ def test_frozen_body_has_the_shapes_that_are_planned_and_no_share_of_what_is_sav
     head = shapes.trainable["encoder"]["head"]
     assert tree.count(head) == width * slots + slots + 3
     assert tree.count(shapes.trainable["encoder"]) - tree.count(head) < tree.count(shapes.frozen[SHARED]["layers"])
-
-
-def test_stages_freeze_the_pairs_as_they_freeze_a_body(root):
-    recipe = make(root, stages__align__share=0.5, encoder__rate=0.7)
-    assert dict(recipe.rates)["encoder/lora/.*"] == pytest.approx((0.0, 0.7))
-    batch = recipe.data_schedule().batch(0, global_batch=8, seed=0, share=slice(0, 8))
-    assert batch["source"]["frozen"].parts == ("lora", "head")

@@ -130,12 +130,8 @@ def test_windows_are_those_of_the_encoders_slots():
         np.testing.assert_array_equal(own, pooled[:, :7])
 
 
-def test_a_window_inside_one_token_takes_that_token():
-    found = kv_start.window_weights([0, 10], kv_start.window_starts([0, 3, 6, 9, 12], 5), 2)
-    np.testing.assert_array_equal(found, [[1, 0], [1, 0], [1, 0], [0, 1], [0, 1]])
-
-
-def test_a_window_that_the_reader_does_not_wholly_read_has_no_tokens():
-    windows = kv_start.window_starts([0, 3, 6, 9, 12, 15], 3)
-    weights = kv_start.window_weights([0, 4, 8, 10, 13, 16], windows, 3)
-    np.testing.assert_array_equal(weights, [[1, 1, 0], [0, 0, 0], [0, 0, 0]])
+def test_a_window_inside_one_token_takes_that_token_and_one_that_is_not_wholly_read_none():
+    inside = kv_start.window_weights([0, 10], kv_start.window_starts([0, 3, 6, 9, 12], 5), 2)
+    np.testing.assert_array_equal(inside, [[1, 0], [1, 0], [1, 0], [0, 1], [0, 1]])
+    beyond = kv_start.window_weights([0, 4, 8, 10, 13, 16], kv_start.window_starts([0, 3, 6, 9, 12, 15], 3), 3)
+    np.testing.assert_array_equal(beyond, [[1, 1, 0], [0, 0, 0], [0, 0, 0]])

@@ -30,13 +30,19 @@ def bodies(root, tmp_path_factory):
     return {"lm": lm, "bert": bert, "bytes": {}}
 
 
-@pytest.mark.parametrize(("kind", "body"), [("lm", 0.3), ("bytes", 1.0)])
-def test_pretrained_body_moves_by_its_own_rate_in_each_stage_and_a_new_one_as_its_head(root, bodies, kind, body):
-    recipe = tiny.make_recipe(root, encoder__kind=kind, **bodies[kind], **STAGES)
+@pytest.mark.parametrize(("kind", "rank", "part", "rate"), [
+    ("lm", 0, "body", 0.3), ("lm", 3, "lora", 0.3), ("bytes", 0, "body", 1.0)
+])  # fmt: skip
+def test_what_is_pretrained_has_its_own_rate_in_each_stage_and_a_new_body_that_of_its_head(
+    root, bodies, kind, rank, part, rate
+):
+    recipe = tiny.make_recipe(root, encoder__kind=kind, encoder__rank=rank, **bodies[kind], **STAGES)
     rates = dict(recipe.rates)
-    assert rates["encoder/body/.*"] == pytest.approx((0.0, body))
+    assert rates[f"encoder/{part}/.*"] == pytest.approx((0.0, rate))
     assert rates["encoder/head/.*"] == (0.0, 1.0)
     assert rates["adapters/.*"] == 1.0
+    batch = recipe.data_schedule().batch(0, global_batch=8, seed=0, share=slice(0, 8))
+    assert batch["source"]["frozen"].parts == (part, "head")
 
 
 def test_a_frozen_body_is_not_counted_among_the_trainable_parameters(root, bodies, capsys):
@@ -78,7 +84,6 @@ def test_stage_of_adapters_alone_has_no_gradient_of_the_encoder_in_step_norm_or_
     recipe = tiny.make_recipe(root, only="llama", **STAGES, train__steps=4, optim__clip_norm=1e9)
     data_schedule = recipe.data_schedule()
     rows = data_schedule.batch(0, global_batch=8, seed=0, share=slice(0, 8))
-    assert rows["source"]["frozen"].parts == ("body", "head")
     program, state, frozen, batch = tiny.start_step(recipe, rows)
     (later,) = (one for one in data_schedule.shapes() if one["readers"]["llama"]["task"].name == "answer")
     assert "frozen" not in later["source"], "what is planned is the stage that trains all"

@@ -72,14 +72,12 @@ def test_passages_have_the_encoder_s_ratio_and_questions_one_that_is_drawn(recip
 @pytest.fixture(scope="module")
 def measured(recipe, built):
     """(bench, options, what was measured, the prompts of messages)."""
-    recorder = tiny.Recorder(recipe.wire, recipe.placement)
-    recorder.seen = []
-    bench = dataclasses.replace(tiny.make_bench(recipe, built), functions=recorder)
+    bench = tiny.make_bench(recipe, built, tiny.Recorder)
     options = dataclasses.replace(
         recipe.cfg.eval, examples=4, batch=4, rows=ROWS, max_new_tokens=2, curve="nll", curve_examples=4
     )
     found = control_rows.measure(bench, recipe.data("validation", rows=("text", "truncated")), options=options)
-    return bench, options, found, list(recorder.seen)
+    return bench, options, found, list(bench.functions.seen)
 
 
 def test_readers_see_the_slots_of_the_message_that_they_are_given(measured):
