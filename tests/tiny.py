@@ -56,6 +56,11 @@ SIZES = {
     "qwen2": {"width": 56, "layers": 3, "heads": 8, "kv_heads": 4, "head_dim": 6, "ffn": 88},
 }
 
+CACHE = {  # of a wire of kind "cache" whose start is all of it
+    **{"encoder__kind": "cache", "encoder__ratio": 2, "encoder__width": 200, "encoder__texts": 24},
+    **{"message__bytes": 130, "train__steps": 0},
+}
+
 DECODER = decoder.DecoderConfig(
     vocab=53,
     width=26,

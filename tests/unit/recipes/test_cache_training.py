@@ -16,11 +16,8 @@ from lw_jax.training import preflight
 from sharding import place, rules
 from tests import tiny
 
-CACHE = {
-    "encoder__kind": "cache",
-    "encoder__ratio": 2,
+CACHE = tiny.CACHE | {
     "encoder__width": 60,
-    "encoder__texts": 24,
     "message__bytes": 60,
     "train__checkpoint_every": 4,
     "train__steps": 4,
@@ -33,14 +30,9 @@ CACHE = {
 TRAINED = {"mean", "scale", "basis"}
 
 
-def make_config(root, **changes):
+def make(root, *, strategy="single", devices=1, **changes):
     cfg = tiny.make_config(root, **CACHE | {"mesh__placement": "single"} | changes)
     validation.validate(cfg)
-    return cfg
-
-
-def make(root, *, strategy="single", devices=1, **changes):
-    cfg = make_config(root, **changes)
     return CacheWire(cfg, tiny.place(cfg, strategy, devices=devices))
 
 

@@ -35,14 +35,6 @@ from lw_jax.report import page, records
 from lw_jax.training import memory_limit, wire_tensors
 from tests import tiny
 
-CACHE = {
-    "encoder__kind": "cache",
-    "encoder__ratio": 2,
-    "encoder__width": 200,
-    "encoder__texts": 24,
-    "train__steps": 0,
-    "message__bytes": 130,
-}
 TEXT = "Mira keeps a copper lantern in the old mill. Tom keeps a silver bell in the new barn."
 QUESTION = "What does Mira keep?"
 LIMIT = 512  # positions of a window, and of LongRope's short frequencies
@@ -50,7 +42,7 @@ ALIKE = 0.99  # correlation of logits: all numbers of a token, about a byte each
 
 
 def make_config(root, **changes):
-    cfg = tiny.make_config(root, **{**CACHE, "mesh__placement": "single", **changes})
+    cfg = tiny.make_config(root, **tiny.CACHE | {"mesh__placement": "single"} | changes)
     validation.validate(cfg)
     return cfg
 
@@ -223,15 +215,16 @@ def test_half_of_the_texts_weigh_at_all_positions_and_half_at_the_ratio():
         assert scores[kept_here].min() > scores[~kept_here].max()
 
 
+SOURCES = [Example("", f"source {n // 100}, text {n}", QUESTION, ("bell",)) for n in range(200)]
+
+
 def test_held_out_texts_are_of_all_sources():
-    sources = [Example("", f"source {n // 100}, text {n}", QUESTION, ("bell",)) for n in range(200)]
-    _, held_out = cache_start._divide(sources, 200, 12, seed=0)
+    _, held_out = cache_start._divide(SOURCES, 200, 12, seed=0)
     assert collections.Counter(example.context[:8] for example in held_out) == {"source 0": 6, "source 1": 6}
 
 
 def test_another_seed_reads_other_texts_of_the_same_sources():
-    sources = [Example("", f"source {n // 100}, text {n}", QUESTION, ("bell",)) for n in range(200)]
-    first, second, far = (cache_start._divide(sources, 20, 12, seed=seed)[0] for seed in (0, 1, 2**40 + 2))
+    first, second, far = (cache_start._divide(SOURCES, 20, 12, seed=seed)[0] for seed in (0, 1, 2**40 + 2))
     assert {len({text.context for text in texts}) for texts in (first, second, far)} == {18}
     assert not {text.context for text in first} & {text.context for text in second + far}
     assert {text.context[:8] for text in second} == {"source 0", "source 1"}
@@ -502,7 +495,7 @@ LATENTS = {"encoder__kind": "bytes", "encoder__texts": 400, "message__bytes": 25
 )
 def test_configurations_that_do_not_go_with_the_kind_are_refused(root, changes, match):
     with pytest.raises(UserError, match=rf"config\.{match}"):
-        validation.validate(tiny.make_config(root, **(CACHE | changes)))
+        validation.validate(tiny.make_config(root, **tiny.CACHE | changes))
 
 
 @pytest.mark.parametrize("recipe", ["latentwire", "dpo", "ttt"])
@@ -535,7 +528,7 @@ def other_readers(tmp_path_factory):
     folders = {name: tmp_path_factory.mktemp(name) for name in ("window", "long")}
     tiny_models.make(folders["window"], "phi3", sliding_window=LIMIT)
     tiny_models.make(folders["long"], "phi3", rope_parameters=long, original_max_position_embeddings=LIMIT)
-    changes: dict[str, Any] = CACHE | {"encoder__width": 1000, "encoder__texts": 16}
+    changes: dict[str, Any] = tiny.CACHE | {"encoder__width": 1000, "encoder__texts": 16}
     changes |= {"data__context_tokens": 96, "message__bytes": 180}
     return tiny.make_wire(folders["long"], models=folders, **changes)
 
