@@ -68,8 +68,9 @@ class _Batch:
     valid: Bool[np.ndarray, " b"]
 
     @property
-    def lengths(self) -> Int[np.ndarray, " b"]:
-        return self.mask.sum(axis=1)
+    def tokens(self) -> Bool[np.ndarray, "b t"]:
+        """Returns which are tokens of a text, not of one that is repeated to fill the batch."""
+        return self.mask & self.valid[:, None]
 
     @property
     def has_others(self) -> bool:
@@ -101,7 +102,7 @@ class HeldOut:
             text_logits = functions.answer_logits(params, prompt, answer, name)
             mask = host["readers"][name]["own"]["mask"]
             self._batches.append(_Batch(reading, fields, text_logits, mask, host["valid"]))
-        self.tokens = sum(int(batch.lengths[batch.valid].sum()) for batch in self._batches)
+        self.tokens = sum(int(batch.tokens.sum()) for batch in self._batches)
 
     @property
     def has_others(self) -> bool:
@@ -121,12 +122,8 @@ class HeldOut:
 
         def write(step: float) -> tuple[np.ndarray, Callable[[], list[Section]]]:
             by_step[np.float32(step)] = sent = list(map(functools.partial(self._solve, step), self._batches, wanted))
-            rows = [
-                row[:length]
-                for one, batch in zip(sent, self._batches, strict=True)
-                for row, length in zip(one.numbers[batch.valid], batch.lengths[batch.valid], strict=True)
-            ]
-            return np.concatenate(rows), lambda: self._sections(ratio, complete(sent))
+            numbers = [one.numbers[batch.tokens] for one, batch in zip(sent, self._batches, strict=True)]
+            return np.concatenate(numbers), lambda: self._sections(ratio, complete(sent))
 
         def complete(sent: list[Sent]) -> list[Sent]:
             return list(map(self._fit_biases, self._batches, sent)) if fitted else sent
@@ -168,7 +165,7 @@ class HeldOut:
         return Answers(*map(np.concatenate, zip(*per_batch, strict=True)))
 
     def _want(self, batch: _Batch, ratio: int, fitted: bool) -> Wanted:
-        count = cache_functions.count_kept(self.code, np.where(batch.valid, batch.lengths, 0), ratio)
+        count = cache_functions.count_kept(self.code, batch.tokens.sum(axis=1), ratio)
         wanted = self.functions.want(batch.reading, count, self.name, self._sizes(batch) if fitted else None)
         text = batch.reading.text  # not a second time in memory: it is there for all trials
         return wanted._replace(text=text._replace(v=wanted.text.v) if fitted else text)
