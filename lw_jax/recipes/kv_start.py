@@ -24,7 +24,7 @@ from lw_jax.models import decoder, kv_prefix
 from lw_jax.models.adapter import KVAdapter, rms
 from lw_jax.models.alignment import EXACTLY
 from lw_jax.models.modules import Pure
-from lw_jax.models.wire import Reader, Wire
+from lw_jax.models.wire import Reader, Wire, embed_shared_prefix
 from sharding import place
 from sharding.placement import Placement
 
@@ -169,7 +169,7 @@ def _add_up(  # noqa: PLR0913
     inputs = np.concatenate([latents, np.ones((*latents.shape[:2], 1), np.float32)], axis=2)
 
     run = jax.jit(functools.partial(_sum, reader), out_shardings=place.whole(mesh))
-    shared = place.replicate((before, np.ones_like(before, bool)), mesh) if before.size else None
+    shared = place.replicate({"ids": before, "mask": np.ones_like(before, bool)}, mesh)
     zeros = np.zeros((config.layers, 2, config.kv_heads, config.head_dim), np.float32)
     shift, total = place.replicate(zeros, mesh), None
     batched = _batches(len(texts), place.round_up(ROWS, mesh.shape["data"]))
@@ -218,14 +218,11 @@ def window_weights(starts: Sequence[int], windows: np.ndarray, count: int) -> np
 
 
 def _sum(
-    reader: Reader, params: Tree, shared: tuple[jax.Array, jax.Array] | None, batch: Mapping[str, jax.Array], shift: Any
+    reader: Reader, params: Tree, before: Mapping[str, jax.Array], batch: Mapping[str, jax.Array], shift: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Returns `Sums.crossed` and `Sums.power` of a batch."""
-    before = None
-    if shared is not None:
-        before = decoder.SharedPrefix(decoder.embed(params, shared[0]), shared[1])
-    x = decoder.embed(params, batch["ids"])
-    prefix = kv_prefix.take(params, reader.config, x, mask=batch["mask"], shared_prefix=before, mode=reader.mode)
+    x, shared = decoder.embed(params, batch["ids"]), embed_shared_prefix(params, before)
+    prefix = kv_prefix.take(params, reader.config, x, mask=batch["mask"], shared_prefix=shared, mode=reader.mode)
     both = jnp.stack([prefix.k, prefix.v], axis=1).astype(jnp.float32)
     return _multiply(batch, both, shift)
 
