@@ -33,7 +33,6 @@ def describe(latents: np.ndarray) -> dict[str, float | None]:
 
 
 def format_figures(found: Mapping[str, float | None]) -> str:
-    """Returns the figures of `describe` as a line for a terminal."""
     shown = {key: "unknown" if value is None else f"{value:.3f}" for key, value in found.items()}
     return (
         f"latents of {found['inputs']} inputs: effective rank {shown['effective_rank']} "

@@ -185,7 +185,6 @@ class HeldOut:
         return kv_prefix.all_keys(self.functions.wire.readers[self.name].config, batch.mask.shape[1])
 
     def _sections(self, ratio: int, sent: Sequence[Sent]) -> list[Section]:
-        """Returns what is sent of each text."""
         return [
             cache_message.to_section({ratio: one}, row)
             for batch, one in zip(self._batches, sent, strict=True)

@@ -69,7 +69,6 @@ def start(recipe: "CacheWire", frozen: Tree) -> dict[str, Tree]:
 
 
 def _rows(recipe: "CacheWire") -> int:
-    """Returns how many texts are read at once."""
     return place.round_up(ROWS[recipe.placement.platform], recipe.placement.data)
 
 
@@ -207,7 +206,6 @@ def _read(
 
 
 def _variance(code: Code, states: _States) -> jax.Array:
-    """Returns the variance of each number of the code."""
     total, seen = jnp.zeros(len(code.basis)), 0.0
     for y, real in states.chunks():
         total, seen = total + _squares(code, y, real), seen + int(real.sum())

@@ -210,11 +210,9 @@ class DPO(Recipe):
     # --- identity
 
     def identity(self) -> dict[str, str]:
-        """Returns the fingerprints of the frozen weights and of the tokenizer."""
         return {f"llms/{self.name}": weights.fingerprint(self.location), "tokenizer": self.tokenizer.fingerprint}
 
     def content(self) -> dict[str, str]:
-        """Returns hashes of the tokens of the training pairs and of the held-out ones."""
         return {"train": digest_of(self._train), "validation": digest_of(self._held_out)}
 
     # --- planning

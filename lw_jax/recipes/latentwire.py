@@ -228,7 +228,6 @@ class LatentWire(WireReaders):
         return self._make_layout(source=source, **sizes)
 
     def data(self, split: examples.Split, *, rows: Sequence[str] = (), least: int = 0) -> batches.Encoded:
-        """Returns `questions` as token ids."""
         return batches.encode(self.questions(split, least=least), layout=self.layout, rows=rows)
 
     @functools.cached_property

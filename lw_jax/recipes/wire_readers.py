@@ -94,7 +94,6 @@ class WireReaders(Recipe):
         )
 
     def identity(self) -> dict[str, str]:
-        """Returns the fingerprints of the frozen readers and of their tokenizers."""
         tokenizers = {
             f"tokenizers/llms/{name}": tokens.identify(tokenizer, template=self.cfg.llms[name].template)
             for name, tokenizer in self.tokenizers.items()
@@ -113,11 +112,9 @@ class WireReaders(Recipe):
         return self.curriculum.data_schedule()
 
     def validation(self) -> list[tuple[str, Encoded]]:
-        """Returns each task's held-out examples, the last stage's first, then the same with other texts' messages."""
         return self.curriculum.validation()
 
     def collapse(self, step: int, values: Mapping[str, float]) -> str:
-        """Returns a message where another text's message serves every reader as well; else an empty string."""
         return self.curriculum.collapse(step, values)
 
     def longest_prompts(self) -> dict[str, int]:

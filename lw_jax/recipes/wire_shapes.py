@@ -67,7 +67,6 @@ def _questions(cfg: Config, packed: int) -> Tree:
 
 
 def _passage(cfg: Config) -> Tree:
-    """Returns a reader's fields of the longest passage."""
     longest = longest_passage(cfg)
     return _reader("reconstruct", longest + 1) | {
         "after": _field(0),
