@@ -11,7 +11,6 @@ from lw_jax.evals.record_log import RecordLog
 from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.models import cache_code
 from lw_jax.recipes import cache_start
-from lw_jax.recipes.cache_wire import CacheWire
 from lw_jax.training import preflight
 from sharding import place, rules
 from tests import tiny
@@ -30,10 +29,10 @@ CACHE = tiny.CACHE | {
 TRAINED = {"mean", "scale", "basis"}
 
 
-def make(root, *, strategy="single", devices=1, **changes):
-    cfg = tiny.make_config(root, **CACHE | {"mesh__placement": "single"} | changes)
-    validation.validate(cfg)
-    return CacheWire(cfg, tiny.place(cfg, strategy, devices=devices))
+def make(root, **changes):
+    recipe = tiny.make_recipe(root, **CACHE | {"strategy": "single", "mesh__placement": "single"} | changes)
+    validation.validate(recipe.cfg)
+    return recipe
 
 
 @pytest.fixture(scope="module")
