@@ -23,8 +23,7 @@ RECIPES = {"latentwire": LatentWire, "dpo": DPO, "ttt": TTT}
 
 def kind_of(cfg: Config) -> type[LatentWire | CacheWire | DPO | TTT]:
     """Returns the class of the configured recipe; a wire's goes by its kind of message."""
-    is_cache = cfg.recipe == "latentwire" and cfg.encoder.kind == "cache"
-    return CacheWire if is_cache else RECIPES[cfg.recipe]
+    return CacheWire if cfg.encoder.kind == "cache" else RECIPES[cfg.recipe]
 
 
 def make(cfg: Config, placement: Placement, *, outline: bool = False) -> Recipe:

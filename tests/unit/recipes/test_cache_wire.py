@@ -14,8 +14,7 @@ import pytest
 
 import lw_jax
 from benchmarks import peer_compaction
-from configs import base, pair
-from lw_jax import recipes
+from configs import pair
 from lw_jax.commands import evaluate, train
 from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
@@ -496,14 +495,6 @@ LATENTS = {"encoder__kind": "bytes", "encoder__texts": 400, "message__bytes": 25
 def test_configurations_that_do_not_go_with_the_kind_are_refused(root, changes, match):
     with pytest.raises(UserError, match=rf"config\.{match}"):
         validation.validate(tiny.make_config(root, **tiny.CACHE | changes))
-
-
-@pytest.mark.parametrize("recipe", ["latentwire", "dpo", "ttt"])
-def test_the_kind_of_messages_decides_the_class_of_wires_alone(recipe):
-    values = base.get_config(recipe)
-    values.encoder.kind = "cache"
-    wanted = CacheWire if recipe == "latentwire" else recipes.RECIPES[recipe]
-    assert recipes.kind_of(config.build(values)) is wanted
 
 
 def test_the_tree_is_what_is_described(wire):
