@@ -13,12 +13,6 @@ ROUNDING = 1e-12  # sums of doubles in another order
 COVERAGE = (0.89, 0.985)
 
 
-def test_value_is_that_of_the_examples_themselves():
-    bootstrap = Bootstrap(range(3), seed=0)
-    assert bootstrap.mean(np.array([1.0, 2.0, 6.0])).value == pytest.approx(3.0)
-    assert bootstrap.ratio(np.array([9.0, 1.0, 0.0]), np.array([3.0, 7.0, 2.0])).value == pytest.approx(10 / 12)
-
-
 def test_a_ratio_resamples_values_and_weights_together():
     tokens = np.array([1.0, 5.0, 2.0, 11.0, 3.0])
     low, high = Bootstrap(range(5), seed=0).ratio(2 * tokens, tokens).interval()
