@@ -12,7 +12,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -150,7 +149,7 @@ def _make(cfg: Config, source: str) -> None:
             return
         print(f"reader {source}: trained here once ({cfg.train.steps:,} steps), then frozen", flush=True)
         with phase(f"making cards and a tokenizer for reader {source}"):
-            recipe = SelfmadeReader(cfg, meshes.make(data=1, model=1), source=source)
+            recipe = SelfmadeReader(cfg, source=source)
         run = Run(cfg, recipe, None, None, quiet=True)
         with phase(f"training reader {source}", cfg.train.steps, "steps") as done:
             run.train(lambda step: bool(done.advance()))
@@ -180,7 +179,7 @@ def _training_config(cfg: Config) -> Config:
 class SelfmadeReader(Recipe):
     """Trains one reader to answer from the text prompt. See `training.recipe.Recipe`; nothing is frozen."""
 
-    def __init__(self, cfg: Config, mesh: Mesh, *, source: str):
+    def __init__(self, cfg: Config, *, source: str):
         kind = FAMILIES[family(source)]
         self.family = family(source)
         limits = dict.fromkeys(("context_tokens", "question_tokens", "answer_tokens"), POSITIONS)
@@ -189,7 +188,7 @@ class SelfmadeReader(Recipe):
         )
         # One reader whatever the run's seed, limits, packing and arithmetic: the folder's name knows nothing of them.
         own = dataclasses.replace(cfg, seed=0, compute=config.Compute(), data=data)
-        super().__init__(own, placement.one_mesh(mesh, ["reader"]))
+        super().__init__(own, placement.one_mesh(meshes.make(data=1, model=1), ["reader"]))
         self.config = decoder_config(cfg, source)
         self.folder = folder(cfg, source)
         self.examples = examples.load(self.cfg.data, "train", seed=self.cfg.seed)

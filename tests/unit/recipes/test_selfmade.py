@@ -16,7 +16,6 @@ from lw_jax.data import examples, question_cards
 from lw_jax.data.tokens import load_tokenizer
 from lw_jax.recipes import selfmade
 from lw_jax.training.trainer import Run
-from sharding import mesh as meshes
 from tests import tiny
 
 FP32 = 1e-5  # relative; a sum of some hundred weights
@@ -114,7 +113,7 @@ def made(root, tmp_path_factory):
         patch.setattr(selfmade, "CARDS", 101)
         for style in question_cards.STYLES:
             cfg = tiny.make_config(root, data__train=style, data__validation=style, data__facts=3)
-            recipe = selfmade.SelfmadeReader(cfg, meshes.make(data=1, model=1), source="selfmade:llama")
+            recipe = selfmade.SelfmadeReader(cfg, source="selfmade:llama")
             data = recipe.encode(examples.load(recipe.cfg.data, "validation", seed=recipe.cfg.seed))
             found[style] = (recipe, data, data.collate(range(len(data)))["readers"]["reader"])
     return found
@@ -136,7 +135,7 @@ def test_what_the_folder_does_not_name_makes_no_other_reader(made, root, monkeyp
     monkeypatch.setattr(selfmade, "CARDS", 101)
     given = {"data__train": "pairs", "data__validation": "pairs", "data__facts": 3} | changes
     cfg = tiny.make_config(root, **given)
-    other = selfmade.SelfmadeReader(cfg, meshes.make(data=1, model=1), source="selfmade:llama")
+    other = selfmade.SelfmadeReader(cfg, source="selfmade:llama")
     assert other.folder == one.folder
     assert other.examples == one.examples and other.encode(data.examples).digest() == data.digest()
     assert other.wire.readers == one.wire.readers
