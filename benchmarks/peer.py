@@ -15,6 +15,7 @@ goes on to the rounds. Each turn is a process of its own with random weights at 
 GPU where there is one. Needs requirements-dev.txt; fetches nothing.
 """
 
+import dataclasses
 import json
 import os
 import statistics
@@ -24,10 +25,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import common, variants
-from benchmarks.variants import Entry, Told, Variant
+from benchmarks import common
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError, leave
 
@@ -38,6 +40,73 @@ MORE = {"step": 1, "encode": 4, "answer": 1}  # timed calls for each of --steps:
 PRECISIONS = {"fp32": ("fp32", "fp32"), "bf16": ("bf16", "bf16"), "w8a8": ("bf16", "w8a8")}
 LAYERS = 2  # of each model in a check
 LIMIT = 300  # seconds of a turn, compiling included
+# Largest difference from PyTorch in fp32, relative: of a step's loss and the norm of its gradient; of latents and of an
+# answer's first logits, by root mean square. bf16 has 8 bits, so that one rounding is up to 0.4 %.
+TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
+# Heading of the table -> the key of a row, and the format and factor of its numbers.
+SHOWN = {
+    "side": ("side",),
+    "variant": ("variant",),
+    "best": ("best",),
+    "s": ("median", ".4f"),
+    "least": ("least", ".4f"),
+    "most": ("most", ".4f"),
+    "first s": ("first_seconds", ".1f"),
+    "peak GB": ("peak_bytes", ".2f", 1e-9),
+    "off fp32": ("off", ".1e"),
+    "": ("why",),
+}
+
+Told = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way of computing on one side."""
+
+    side: str  # "ours" | "theirs"
+    precision: str  # as the children know it
+    label: str
+    compiled: bool = False  # by torch.compile; ours always is, by XLA
+    counted: bool = True  # may be the best
+
+    @property
+    def name(self) -> str:
+        return f"{self.label}, compiled" if self.compiled else self.label
+
+
+FP32 = Variant("theirs", "fp32", "fp32")
+AUTOCAST = Variant("theirs", "autocast", "bf16 autocast")
+FROZEN = Variant("theirs", "frozen", "bf16 autocast, frozen in bf16")
+WHOLE = Variant("theirs", "whole", "all in bf16")
+OURS = (
+    Variant("ours", "fp32", "fp32"),
+    Variant("ours", "bf16", "bf16"),
+    Variant("ours", "w8a8", "readers w8a8, other mathematics", counted=False),
+)
+
+
+@dataclasses.dataclass
+class Entry:
+    """What is known of a variant: its turns, how far it is from PyTorch in fp32, why it has no turn or cannot count."""
+
+    variant: Variant
+    turns: list[Told] = dataclasses.field(default_factory=list)
+    off: dict[str, float] = dataclasses.field(default_factory=dict)
+    why: str = ""
+
+    def row(self) -> Told:
+        """Returns the variant's row: seconds over all its turns, or why it has none or does not count."""
+        one = self.variant
+        told: Told = {"side": one.side, "variant": one.name, "counted": one.counted and not self.why, "why": self.why}
+        told |= {"difference": self.off, "turns": self.turns}
+        if self.turns:
+            every = [second for turn in self.turns for second in turn["seconds"]]
+            medians = [turn["median"] for turn in self.turns]
+            told |= {"median": statistics.median(medians), "least": min(every), "most": max(every)}
+            told["first_seconds"] = self.turns[0]["first_seconds"]
+            told["peak_bytes"] = max(turn["peak_bytes"] or turn["host_bytes"] for turn in self.turns)
+        return told
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,16 +123,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--parts {unknown[0]}: recipe {cfg.recipe!r} has {', '.join(PARTS[cfg.recipe])}; name some")
 
     configured = [Variant(side, "own", "as configured") for side in ("ours", "theirs")]
-    ways = {part: variants.of_part(part, cfg.recipe) if best else configured for part in parts}
+    ways = {part: variants_of(part, cfg.recipe) if best else configured for part in parts}
     with tempfile.TemporaryDirectory() as folder:
         sides = Sides(cfg.recipe, {"config": args.config, "assignments": assignments, "case": folder})
         found: Told = {"config": args.config, "assignments": assignments, "precision": args.precision}
         found |= {"recipe": cfg.recipe, "batch": cfg.train.global_batch, "remat": cfg.compute.remat} | sides.machine
-        ours, theirs = (sides.check(one, parts[0]) for one in (variants.OURS[0], variants.FP32))
+        ours, theirs = (sides.check(one, parts[0]) for one in (OURS[0], FP32))
         found["check"] = {"ours": ours, "theirs": theirs, "layers": LAYERS}
-        off = {part: variants.differences(part, ours, theirs) for part in {"step": 0} | dict.fromkeys(parts)}
+        off = {part: differences(part, ours, theirs) for part in {"step": 0} | dict.fromkeys(parts)}
         found["check"]["difference"] = off
-        if any(variants.refusal(one, variants.TOLERANCE["fp32"]) for one in off.values()):
+        if any(refusal(one, TOLERANCE["fp32"]) for one in off.values()):
             print(json.dumps(found, indent=2))
             print("error: the two sides do not compute the same; nothing is timed", file=sys.stderr)
             return 1
@@ -72,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found["theirs_over_ours_best"] = ratios
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
-    print(variants.table(found))
+    print(describe(found))
     return 0
 
 
@@ -144,7 +213,7 @@ def compare(sides: Sides, part: str, every: Sequence[Variant], rounds: int, step
             common.say(f"{part}: round {number + 1} of {rounds}")
             for one in best.values():
                 one.turns.append(sides.turn(one.variant, part, warmup=2, steps=MORE[part] * steps))
-        found["ratio"] = variants.ratio({side: one.turns for side, one in best.items()})
+        found["ratio"] = ratio({side: one.turns for side, one in best.items()})
     return found | {"rows": [one.row() for one in entries]}
 
 
@@ -173,15 +242,79 @@ def fastest(sides: Sides, part: str, entries: Sequence[Entry]) -> Entry | None:
 def measure(sides: Sides, part: str, entry: Entry) -> None:
     """Compares a variant with PyTorch in fp32, both on stored weights."""
     try:
-        found, reference = sides.check(entry.variant, part), sides.check(variants.FP32, part)
+        found, reference = sides.check(entry.variant, part), sides.check(FP32, part)
     except UserError as error:
         entry.why = str(error)
         return
-    entry.off = variants.differences(part, found, reference)
+    entry.off = differences(part, found, reference)
     if entry.variant.counted:
-        entry.why = variants.refusal(
-            entry.off, variants.TOLERANCE["fp32" if entry.variant.precision == "fp32" else "bf16"]
-        )
+        entry.why = refusal(entry.off, TOLERANCE["fp32" if entry.variant.precision == "fp32" else "bf16"])
+
+
+def variants_of(part: str, recipe: str) -> list[Variant]:
+    """Returns all variants of a part, ours first, each side's eager ones before what torch.compile made.
+
+    Where nothing learns, autocast is left eager: it casts every weight for each token, so that one would compile the
+    model in bf16 instead. The encoder has no frozen reader.
+    """
+    ours = [one for one in OURS if one.precision != "w8a8" or (part != "encode" and recipe == "latentwire")]
+    eager = [FP32, AUTOCAST, FROZEN] if part == "step" else [FP32, AUTOCAST, WHOLE]
+    compiled = [one for one in eager if part == "step" or one is not AUTOCAST]
+    return [*ours, *eager, *(dataclasses.replace(one, compiled=True) for one in compiled)]
+
+
+def differences(part: str, found: Told, reference: Told) -> dict[str, float]:
+    """Returns how far a check's result is from the reference, relative, of each thing that the part gives.
+
+    Both hold `loss` and `grad_norm` of a step, and under `file` the path of the arrays.
+    """
+    if part == "step":
+        return {key: abs(found[key] / reference[key] - 1) for key in ("loss", "grad_norm")}
+    with np.load(Path(found["file"])) as mine, np.load(Path(reference["file"])) as theirs:
+        keys = [key for key in theirs.files if (key == "latents" if part == "encode" else key.endswith("/logits"))]
+        return {
+            key: float(np.sqrt(np.mean((mine[key] - theirs[key]) ** 2) / np.mean(theirs[key] ** 2))) for key in keys
+        }
+
+
+def refusal(found: Mapping[str, float], tolerance: float) -> str:
+    """Returns what is too far from the reference; empty: nothing. A value that is no number is too far."""
+    wrong = [f"{key} differs by {value:.1e}" for key, value in found.items() if not value <= tolerance]
+    return f"{', '.join(wrong)}; at most {tolerance:g}" if wrong else ""
+
+
+def ratio(turns: Mapping[str, Sequence[Told]]) -> Told:
+    """Returns how much longer the other side's median takes, over all turns and in each pair of them."""
+    medians = {side: [one["median"] for one in turns[side]] for side in ("ours", "theirs")}
+    pairs = [theirs / ours for ours, theirs in zip(medians["ours"], medians["theirs"], strict=True)]
+    whole = statistics.median(medians["theirs"]) / statistics.median(medians["ours"])
+    return {"median": whole, "least": min(pairs), "most": max(pairs)}
+
+
+def describe(found: Told) -> str:
+    check = found["check"]
+    lines = [f"{found['recipe']}, batch {found['batch']}, remat {found['remat']}, on {found['name']}"]
+    ours, theirs = (check[side] for side in ("ours", "theirs"))
+    lines.append(
+        f"check, {check['layers']} layers, fp32: loss {ours['loss']:.6f} and {theirs['loss']:.6f}, "
+        f"gradient {ours['grad_norm']:.6f} and {theirs['grad_norm']:.6f}"
+    )
+    for name, part in found["parts"].items():
+        rows = [
+            one
+            | {"best": "*" if one["variant"] == part["best"].get(one["side"]) else ""}
+            | {"off": max(one["difference"].values(), default=None)}
+            for one in part["rows"]
+        ]
+        lines += ["", name, common.columns(rows, SHOWN)]
+        if "ratio" in part:
+            ratios = part["ratio"]
+            spread = f"turn by turn {ratios['least']:.2f}..{ratios['most']:.2f}"
+            best = ", each side at its best (*)" * (found["precision"] == "best")
+            lines.append(f"{name}, theirs / ours{best}: {ratios['median']:.2f} ({spread})")
+        else:
+            lines.append(f"{name}: no ratio, as one side has nothing that counts")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

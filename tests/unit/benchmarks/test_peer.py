@@ -6,14 +6,14 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import peer, variants
+from benchmarks import peer
 from lw_jax.core.errors import UserError
 
 pytest.importorskip("torch")
 
 TINY = ("data.question_tokens=6", "data.answer_tokens=5", "encoder.window=24", "train.global_batch=3")
 TINY = (*TINY, "eval.max_new_tokens=3")
-OURS, _, W8A8 = variants.OURS
+OURS, _, W8A8 = peer.OURS
 
 
 def words(config, *values):
@@ -41,7 +41,7 @@ class Stand:
         return {"loss": 2.0, "grad_norm": 5.5 if (variant.side, variant.name) in self.wrong else 5.0}
 
 
-STEP = [OURS, W8A8, variants.FP32, variants.FROZEN, dataclasses.replace(variants.FROZEN, compiled=True)]
+STEP = [OURS, W8A8, peer.FP32, peer.FROZEN, dataclasses.replace(peer.FROZEN, compiled=True)]
 NAMES = [(one.side, one.name) for one in STEP]
 
 
@@ -64,7 +64,7 @@ def test_wire_of_two_families_is_the_same_in_torch_in_every_part(tmp_path):
     assert set(told["theirs_over_ours_best"]) == {"step", "encode", "answer"}
     assert all(value > 0 for value in told["theirs_over_ours_best"].values())
     for part in told["check"]["difference"].values():
-        assert 0 < max(part.values()) < variants.TOLERANCE["fp32"]
+        assert 0 < max(part.values()) < peer.TOLERANCE["fp32"]
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_preference_step_is_the_same_in_trl(tmp_path):
     flags = words("configs/dpo/smollm2.py", *values, "dpo.max_length=16", "train.global_batch=2")
     assert peer.main([*flags, "--json", str(file)]) == 0
     told = json.loads(file.read_text())
-    assert max(told["check"]["difference"]["step"].values()) < variants.TOLERANCE["fp32"]
+    assert max(told["check"]["difference"]["step"].values()) < peer.TOLERANCE["fp32"]
     assert abs(told["check"]["ours"]["loss"] - np.log(2)) > 1e-3, "pairs of LoRA that are zero would prove nothing"
     assert told["theirs_over_ours_best"]["step"] > 0
 
