@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from lw_jax.core import precision, tree
 from lw_jax.core.types import Tree
 from lw_jax.planning.gpus import Target
-from lw_jax.planning.roofline import COLLECTIVE_SECONDS, LINK_FRACTION, Speed, Times
+from lw_jax.planning.roofline import COLLECTIVE_SECONDS, LINK_FRACTION, NO_TIME, Speed, Times
 from lw_jax.training import memory, step_costs
 from lw_jax.training.memory import StepMemory
 from lw_jax.training.step_spec import StepSpec
@@ -70,20 +70,18 @@ def _times(
     """Returns the seconds of a step: a sum, except that of readers on separate meshes the slowest counts."""
     speed, parts, model = Speed.of(target.card), {}, program.placement.learner.shape["model"]
     for name, cost in costs.items():
-        computed = speed.predict(cost)
         # Devices of the model axis are neighbours; gradients and weights over data go from one such group to the next.
         over_model = name and program.placement.readers[name].table == "tensor"
         group = range(model) if over_model else range(0, target.devices, model)
         link = target.link_bandwidth(list(group)) * LINK_FRACTION
-        parts[name] = Times(computed.gemm * accumulation, computed.memory * accumulation, sent[name] / link)
-    update = speed.predict(step_costs.update(program))
+        parts[name] = dataclasses.replace(speed.predict(cost) * accumulation, collective=sent[name] / link)
     share = place.device_bytes(program.state["trainable"]) / max(1, tree.nbytes(program.recipe.abstract().trainable))
-    update = Times(update.gemm * share, update.memory * share, COLLECTIVE_SECONDS if any(sent.values()) else 0.0)
+    summing = COLLECTIVE_SECONDS if any(sent.values()) else 0.0
+    update = dataclasses.replace(speed.predict(step_costs.update(program)) * share, collective=summing)
     readers = [parts[name] for name in program.placement.readers]
     if program.placement.on_several_meshes:
         readers = [max(readers, key=lambda reader: reader.total)]
-    times = [parts[""], update, *readers]
-    return Times(*(sum(getattr(part, key) for part in times) for key in ("gemm", "memory", "collective")))
+    return sum([parts[""], update, *readers], NO_TIME)
 
 
 def _sent(program: StepSpec, name: str, costs: Costs) -> float:

@@ -16,7 +16,7 @@ from lw_jax.planning import hlo_counts, plans, roofline
 from lw_jax.planning.estimate import Estimate
 from lw_jax.planning.hardware import Hardware
 from lw_jax.planning.plans import Guess, Remedy, StepCandidate
-from lw_jax.planning.roofline import Times
+from lw_jax.planning.roofline import NO_TIME, Times
 from lw_jax.training import micro_batch_search, out_of_memory
 from lw_jax.training.memory import StepMemory, bytes_of, placed_bytes
 from lw_jax.training.memory_limit import MemoryLimit
@@ -296,13 +296,11 @@ def _figures(program: StepSpec, needs: StepMemory, guess: Estimate, hardware: Ha
         sent[part.mesh] += part.runs * analysed.wire_bytes
         moved[part.mesh] += part.runs * analysed.moved_bytes
         if hardware.target:
-            run = roofline.predict(analysed, hardware.target)
-            times[name] = Times(part.runs * run.gemm, part.runs * run.memory, part.runs * run.collective)
+            times[name] = roofline.predict(analysed, hardware.target) * part.runs
     concurrent = [times.pop(name) for name in program.placement.readers if name in times]
     sequential = [*times.values(), *sorted(concurrent, key=lambda reader: reader.total)[-1:]]
-    total = {part: sum(getattr(run, part) for run in sequential) for part in ("gemm", "memory", "collective")}
     return {
-        "seconds": total if hardware.target else None,
+        "seconds": dataclasses.asdict(sum(sequential, NO_TIME)) if hardware.target else None,
         "flops": max(flops.values()),
         "collective_bytes": max(sent.values()),
         "moved_bytes": max(moved.values()),

@@ -40,6 +40,15 @@ class Times:
         """The sum: nothing is taken to overlap."""
         return self.gemm + self.memory + self.collective
 
+    def __add__(self, other: "Times") -> "Times":
+        return Times(self.gemm + other.gemm, self.memory + other.memory, self.collective + other.collective)
+
+    def __mul__(self, runs: float) -> "Times":
+        return Times(self.gemm * runs, self.memory * runs, self.collective * runs)
+
+
+NO_TIME = Times(0.0, 0.0, 0.0)
+
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
