@@ -185,9 +185,6 @@ def table(device: str, ceilings: Ceilings, rows: Sequence[Row]) -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    def number(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
     if row.predicted_seconds is not None:
         seconds, spread = row.predicted_seconds, "predicted"
     elif row.seconds is not None:
@@ -202,8 +199,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.subject,
         f"{seconds:.4f}",
         spread,
-        number(row.samples_per_second, ",.1f"),
-        number(row.tokens_per_second, ",.0f"),
+        plan_tables.number(row.samples_per_second, ",.1f"),
+        plan_tables.number(row.tokens_per_second, ",.0f"),
         share,
         peak,
         row.what,

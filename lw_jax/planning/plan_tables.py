@@ -99,9 +99,9 @@ def candidates(options: Iterable[StepCandidate]) -> list[tuple[str, ...]]:
                 _gb(option.activation_bytes),
                 f"{option.flops / 1e12:.0f}" if option.flops else "-",
                 _gb(option.collective_bytes),
-                _number(option.step_seconds, 2),
-                _beside(_number(seconds, 2), seconds, option.step_seconds),
-                _number(option.samples_per_second, 1),
+                number(option.step_seconds, ".2f"),
+                _beside(number(seconds, ".2f"), seconds, option.step_seconds),
+                number(option.samples_per_second, ".1f"),
                 "" if option.fits else f"no: {option.obstacle}",
             )
         )
@@ -138,7 +138,7 @@ def _start_rows(candidates: tuple[StartCandidate, ...]) -> list[tuple[str, ...]]
                     *_both(reader.reading),
                     *_both(reader.writing),
                     f"{reader.flops / 1e12:.3g}",
-                    "-" if reader.seconds is None else f"{reader.seconds:.1f}",
+                    number(reader.seconds, ".1f"),
                     "",
                 )
             )
@@ -148,10 +148,8 @@ def _start_rows(candidates: tuple[StartCandidate, ...]) -> list[tuple[str, ...]]
 
 
 def _both(work: Work) -> tuple[str, str]:
-    guess = bytes_of(work.estimate_bytes)
-    if work.peak_bytes == work.estimate_bytes:
-        return guess, guess
-    return bytes_of(work.peak_bytes), f"{guess} ({work.estimate_bytes / max(work.peak_bytes, 1) - 1:+.0%})"
+    guess = _beside(bytes_of(work.estimate_bytes), work.estimate_bytes, work.peak_bytes)
+    return bytes_of(work.peak_bytes), guess
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -168,7 +166,7 @@ def simulation_table(plans: Sequence[StepPlan]) -> str:
             rows.append((str(plan.devices), plan.target, *["-"] * 5, reasons))
             continue
         batch = f"{best.micro_batch} x {best.accumulation}"
-        figures = _gb(best.peak_bytes), _number(best.samples_per_second, 1)
+        figures = _gb(best.peak_bytes), number(best.samples_per_second, ".1f")
         rows.append((str(plan.devices), plan.target, best.strategy, best.mesh, batch, best.remat, *figures))
     return "\n".join(align(rows))
 
@@ -177,8 +175,9 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:.1f}" if size >= 5e7 else ("0" if size else "-")
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def number(value: float | None, form: str) -> str:
+    """Returns a formatted number; "-" where there is none."""
+    return "-" if value is None else format(value, form)
 
 
 def _beside(text: str, guess: float | None, compiled: float | None) -> str:

@@ -107,11 +107,10 @@ def make(cfg: Config, on: Hardware, speed: Speed | None) -> StartPlan:
             break  # the fewest devices a reader: the others hold copies that share the texts
     chosen = candidates[-1] if candidates[-1].fits else None
     seconds = [reader.seconds for reader in chosen.readers.values()] if chosen else []
-    rows, tokens = _sizes(cfg, placed)
     return StartPlan(
         **on.figures(),
-        rows=rows,
-        tokens=tokens,
+        rows=_rows(placed),
+        tokens=cfg.data.context_tokens,
         texts=cfg.encoder.texts,
         ratio=cfg.encoder.ratio,
         plan_seconds=round(time.monotonic() - begun, 1),
@@ -133,10 +132,9 @@ def _placements(cfg: Config, on: Hardware) -> Iterator[Placement]:
         yield dataclasses.replace(placed, stands_for="gpu" if on.target else "")
 
 
-def _sizes(cfg: Config, placed: Placement) -> tuple[int, int]:
-    """Returns how many texts the start reads at once, and the tokens of the longest."""
-    rows = cache_start.ROWS["cpu" if placed.platform == "cpu" else "gpu"]
-    return place.round_up(rows, placed.data), cfg.data.context_tokens
+def _rows(placed: Placement) -> int:
+    """Returns how many texts the start reads at once."""
+    return place.round_up(cache_start.ROWS[placed.platform], placed.data)
 
 
 def _measure(cfg: Config, placed: Placement, on: Hardware, speed: Speed | None) -> StartCandidate:
@@ -171,7 +169,7 @@ def _plan_reader(
     recipe: CacheWire, name: str, compiles: Compile | None, speed: Speed | None, weights: int
 ) -> ReaderPlan:
     cfg, model, placed = recipe.cfg, recipe.wire.readers[name].config, recipe.placement
-    rows, tokens = _sizes(cfg, placed)
+    rows, tokens = _rows(placed), cfg.data.context_tokens
     code, values = recipe.abstract().trainable["codes"][name], 2 * model.layers * model.kv_heads * model.head_dim
     # What a device computes: of a model over the model axis it reads its part, and codes all.
     local, whole = (CacheWire(cfg, placed.on_one_device(whole=whole), outline=True) for whole in (False, True))
@@ -231,8 +229,8 @@ def _plan_reader(
 
 def _runs(cfg: Config, rows: int, platform: str) -> tuple[float, float, int]:
     """Returns about how often the start reads a batch twice and writes one, and the tokens that it fits a basis to."""
-    texts, kind = cfg.encoder.texts, "cpu" if platform == "cpu" else "gpu"
-    held_out = min(max(texts // cache_start.PART_HELD_OUT, 1), cache_start.MOST_HELD_OUT[kind])
+    texts = cfg.encoder.texts
+    held_out = min(max(texts // cache_start.PART_HELD_OUT, 1), cache_start.MOST_HELD_OUT[platform])
     train, steps = texts - held_out, len({cfg.encoder.ratio, *cache_start.RATES}) + 1  # at least one step either way
     writings = steps * SOLVES * held_out / rows
     return texts / rows, writings, train * cfg.data.context_tokens
