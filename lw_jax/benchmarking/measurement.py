@@ -99,32 +99,24 @@ class Measured(Benchmark):
             call: Any = needs.programs["step"][0] if "step" in needs.programs else program.step
             batch = self.fill(program.batch(widths, accumulation))
             samples = timing.repeat(timing.stepper(program, call, batch), repeats=self.repeats, warmup=2)
-        seconds, peak = Spread.of(samples), timing.peak_bytes()  # before the ceilings' own peak
-        work = workload.step_flops(cfg)
-        reached = work / (seconds.median * self.ceilings.matmul * self.placement.devices)
-        planned = None
+        seconds, peak, planned = Spread.of(samples), timing.peak_bytes(), None  # before the ceilings' own peak
         if (target := hardware.here(cfg).target) and "step" in needs.programs:
             counts = hlo_counts.analyse(needs.programs["step"][0].as_text())
             targets = target, _at_ceilings(target, self.ceilings)
             planned = Planned(needs.peak, *(roofline.predict(counts, each).total for each in targets))
-        return [
-            Row(
-                "step",
-                cfg.recipe,
-                f"{cfg.train.global_batch} samples = {needs.micro_batch} a device x {self.placement.data} x "
-                f"{accumulation} accumulated, remat {cfg.compute.remat}",
-                seconds,
-                samples_per_second=cfg.train.global_batch / seconds.median,
-                tokens_per_second=cfg.train.global_batch * self._tokens(widths) / seconds.median,
-                flops=work,
-                of_matmul=reached,
-                peak_bytes=needs.peak if peak is None else peak,
-                peak_from="compiled" if peak is None else "device",
-                compile_seconds=cold,
-                cached_seconds=cached,
-                planned=planned,
-            )
-        ]
+        row = self.step_row(
+            seconds.median,
+            needs.micro_batch,
+            accumulation,
+            seconds=seconds,
+            tokens_per_second=cfg.train.global_batch * self._tokens(widths) / seconds.median,
+            peak_bytes=needs.peak if peak is None else peak,
+            peak_from="compiled" if peak is None else "device",
+            compile_seconds=cold,
+            cached_seconds=cached,
+            planned=planned,
+        )
+        return [row]
 
     def _accumulation(self, widths: Tree) -> int:
         program, room = StepSpec(self.cfg, self.recipe), memory_limit.local(self.cfg)

@@ -52,28 +52,24 @@ class Predicted(Benchmark):
         return Ceilings(dtype, card.peak[roofline.ARITHMETIC[dtype]], card.bandwidth)
 
     def step(self) -> list[Row]:
-        best, work = self.best, workload.step_flops(self.cfg)
-        seconds, batch = best.step_seconds, self.cfg.train.global_batch
+        best, seconds = self.best, self.best.step_seconds
         if seconds is None:
             raise UserError(f"--target {self.plan.target}: {self.plan.untimed}")
         unit, each = self.recipe.unit
-        return [
-            Row(
-                "step",
-                self.cfg.recipe,
-                f"{batch} samples = {best.micro_batch} a device x {self.placement.data} x {best.accumulation} "
-                f"accumulated, remat {best.remat}, placement {best.name}",
-                predicted_seconds=seconds,
-                samples_per_second=batch / seconds,
-                tokens_per_second=batch * each / seconds if unit == "tokens" else None,
-                flops=work,
-                of_matmul=work / (seconds * self.ceilings.matmul * best.devices_used),
-                peak_bytes=best.peak_bytes,
-                peak_from="compiled",
-                compiled_flops=best.flops,
-                compiled_bytes=best.moved_bytes,
-            )
-        ]
+        tokens = self.cfg.train.global_batch * each / seconds if unit == "tokens" else None
+        row = self.step_row(
+            seconds,
+            best.micro_batch,
+            best.accumulation,
+            f", placement {best.name}",
+            predicted_seconds=seconds,
+            tokens_per_second=tokens,
+            peak_bytes=best.peak_bytes,
+            peak_from="compiled",
+            compiled_flops=best.flops,
+            compiled_bytes=best.moved_bytes,
+        )
+        return [row]
 
     def costs(self, weights: Tree, calls: Sequence[Call]) -> list[dict[str, Any]]:
         return [self._compile(jax.jit(call).lower(weights, inputs)) for call, inputs in calls]

@@ -77,6 +77,20 @@ class Benchmark:
         """Returns what each call costs, by field of `Row`; all read the same weights, which are shapes."""
         raise NotImplementedError
 
+    def step_row(self, median: float, micro_batch: int, accumulation: int, more: str = "", **figures: Any) -> Row:
+        """Returns the row of a training step of `median` seconds; `figures` are other fields of `Row`."""
+        batch, work = self.cfg.train.global_batch, workload.step_flops(self.cfg)
+        return Row(
+            "step",
+            self.cfg.recipe,
+            f"{batch} samples = {micro_batch} a device x {self.placement.data} x {accumulation} accumulated, "
+            f"remat {self.cfg.compute.remat}{more}",
+            samples_per_second=batch / median,
+            flops=work,
+            of_matmul=work / (median * self.ceilings.matmul * self.placement.devices),
+            **figures,
+        )
+
     def encode(self) -> list[Row]:
         """Writes a batch of texts that fill the encoder's window."""
         spec, texts = self.cfg.encoder, workload.texts(self.recipe)
