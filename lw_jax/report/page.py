@@ -63,14 +63,13 @@ def _head(run: Run) -> dict[str, Any]:
 
 
 def _curves(run: Run) -> dict[str, Any]:
-    kind = language if run.cfg.recipe == "ttt" else series
-    training, validation, borders = kind.training(run), kind.validation(run), series.borders(run)
+    kind, borders = language if run.cfg.recipe == "ttt" else series, series.borders(run)
     label = "over optimizer steps" + (", by task and reader" if kind is series else "")
-    return {
-        "training": _picture(figures.draw_panels(training, borders=borders), f"training {label}") if training else "",
-        "validation": (
-            _picture(figures.draw_panels(validation, borders=borders), f"validation {label}") if validation else ""
-        ),
+    drawn = {
+        name: _picture(figures.draw_panels(panels, borders=borders), f"{name} {label}") if panels else ""
+        for name, panels in {"training": kind.training(run), "validation": kind.validation(run)}.items()
+    }
+    return drawn | {
         "stages": len(borders),
         "joined": series.count_joined(run),
         "undefined": series.count_undefined(run),
