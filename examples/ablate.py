@@ -44,7 +44,6 @@ FIGURES = ("nll", "gap_nll", "recovered_nll", "f1", "gap_f1")
 
 
 def main(argv: list[str]) -> int:
-    """Runs what is missing, writes table.csv and prints the table; returns 1 where a row could not be run."""
     return row_runs.main(row_runs.Bench(__doc__ or "", ROWS, FIGURES, _read), argv)
 
 

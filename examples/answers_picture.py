@@ -32,7 +32,6 @@ CARDS = 5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="folder of a run with eval.json")
     parser.add_argument("--reader", required=True, help="whose answers are shown")

@@ -57,7 +57,6 @@ PLACEMENTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains, prints and draws; returns 1 where the curves differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps of every run (default: 30)")
     parser.add_argument("--output", type=Path, default=Path("elastic_demo.png"), help="the picture")
@@ -95,7 +94,6 @@ def command(placed: Placed, workdir: Path, steps: int, overrides: Mapping[str, o
 
 
 def cpu_environment(devices: int) -> dict[str, str]:
-    """Returns the environment of a run on so many virtual CPU devices."""
     environ = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
     flags = f"{environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
     # Compiling takes most of the time of runs as small as these, and what XLA optimises is no part of the comparison.

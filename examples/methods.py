@@ -54,7 +54,6 @@ FIGURES = ("positions", "f1", "nll", "normalised_f1", "seconds_per_step", "train
 
 
 def main(argv: list[str]) -> int:
-    """Runs what is missing, writes table.csv and prints the table; returns 1 where a row could not be run."""
     flags = ("eval.rows=text,text_taught,latents,shuffled,none",)
     return row_runs.main(row_runs.Bench(__doc__ or "", ROWS, FIGURES, _read, first="method", flags=flags), argv)
 

@@ -52,7 +52,6 @@ MODELS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the folders and prints a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="where the models' folders are put")
     parser.add_argument("--families", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")

@@ -223,7 +223,6 @@ class _Module:
         return next(filter(None, map(self._source, (inner.root, *reversed(inner.ops.values())))), "")
 
     def kernel(self, op: _Op, computation: _Computation) -> Kernel:
-        """Returns one run of an operation."""
         products = list(self._products(op, computation))
         arithmetic = max(products, key=lambda product: product[1])[0] if products else ""
         fused = op.opcode.removesuffix("-start") == "fusion"
