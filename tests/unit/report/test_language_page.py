@@ -71,20 +71,6 @@ def test_speed_is_the_median_of_the_log_together_and_a_device(tmp_path: Path) ->
     assert language.memory(run).rows[-1][:2] == ("peak", "4.00 GB")
 
 
-def test_use_of_devices_is_that_of_the_last_start_s_where_it_went_on_elsewhere(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    row = {"seconds": 9.0, "samples": 10, "limit_bytes": 8e9}
-    before = [row | {"time": 1.0, "utilisation": 0.3, "peak_bytes": 7e9, "device": name} for name in ("gpu0", "gpu1")]
-    now = row | {"time": 3.0, "utilisation": 0.9, "peak_bytes": 6e9, "device": "gpu0"}
-    write_lines(folder / "devices.jsonl", [*before, now])
-    hardware = {"devices": 1, "since_step": 5, "since_time": 2.0}
-    (folder / "hardware.json").write_text(json.dumps(hardware), encoding="utf-8")
-    run = records.read(folder)
-    assert language.balance(run) == "Utilisation of the one device: 90.0%."
-    assert language.memory(run).rows[-1][:2] == ("peak", "6.00 GB")
-    assert pages._made(run)["device_findings"] == []
-
-
 def test_memory_is_of_the_newest_checkpoint_and_of_the_step_that_is_this_runs(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     table = language.memory(records.read(folder))
