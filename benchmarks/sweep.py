@@ -66,12 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def draw(rows: Sequence[dict[str, Any]], *, title: str) -> Figure:
     """Returns samples a second and memory over the batch, one line for each number of slots."""
-    fitting = [row for row in rows if row["peak_bytes"] is not None]
+    drawn = [row for row in rows if None not in (row["peak_bytes"], row["samples_per_second"])]  # fits, and was timed
     panels = []
     for key, name, scale in (("samples_per_second", "samples a second", 1), ("peak_bytes", "peak memory, GB", 1e-9)):
         lines = []
-        for colour, slots in enumerate(sorted({row["slots"] for row in fitting})):
-            own = sorted((row["batch"], row[key] * scale) for row in fitting if row["slots"] == slots)
+        for colour, slots in enumerate(sorted({row["slots"] for row in drawn})):
+            own = sorted((row["batch"], row[key] * scale) for row in drawn if row["slots"] == slots)
             lines.append(Line(f"{slots} slots", *map(list, zip(*own, strict=True)), colour=colour))
         panels.append(Panel(name, "", lines, is_logarithmic=False))
     figure = draw_panels(panels, label="samples a step")

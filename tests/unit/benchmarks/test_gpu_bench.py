@@ -74,6 +74,14 @@ def test_sweep_plans_for_a_card_that_is_named_without_a_number(tmp_path, monkeyp
         sweep.main([*words, "--target", "rtx4090"])
 
 
+def test_a_point_that_does_not_fit_or_has_no_time_is_left_out_of_the_picture():
+    row = {"slots": 3, "batch": 2, "peak_bytes": 5e9, "samples_per_second": 7.0}
+    others = [row | {"batch": 4, "samples_per_second": None}, row | {"batch": 8, "peak_bytes": None}]
+    for panel in sweep.draw([row, *others], title="").axes:
+        (line,) = panel.lines
+        assert list(line.get_xdata()) == [2]
+
+
 @pytest.mark.slow
 def test_sweep_measures_every_point_and_draws_them(tmp_path, capsys):
     words = ["--config", "configs/smoke.py", *SELFMADE, "--batches", "2,4", "--slots", "3", "--repeats", "1"]
