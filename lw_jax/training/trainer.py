@@ -185,7 +185,13 @@ class Run:
         session, self._session = self._session, None
         assert session is not None
         with self.reporter.live(session.first):
-            return self._train_within_memory(session, stop_requested)
+            while True:
+                try:
+                    with self.reporter.open_logs(session.first, revalidate=session.revalidate):
+                        return self._loop(session, stop_requested)
+                except OutOfMemory as error:
+                    self._halve(error)
+                self._rewind(session)  # here the error is gone, and with its traceback the arrays of the failed step
 
     def _loop(self, session: _Session, stop_requested: StopRequested) -> int:
         self._pending = None
@@ -288,20 +294,10 @@ class Run:
             self.checkpointer.add_score(step, values["loss"])
         return True
 
-    def _train_within_memory(self, session: _Session, stop_requested: StopRequested) -> int:
-        while True:
-            try:
-                with self.reporter.open_logs(session.first, revalidate=session.revalidate):
-                    return self._loop(session, stop_requested)
-            except OutOfMemory as error:
-                self._halve(error)
-            self._rewind(session)  # here the error is gone, and with its traceback the arrays of the failed step
-
     def _halve(self, error: OutOfMemory) -> None:
-        before = self.micro_batch
-        if before == 1 or jax.process_count() > 1:
-            single = "it cannot be halved"
-            why = single if jax.process_count() == 1 else "processes cannot agree on another one during a run"
+        before, alone = self.micro_batch, jax.process_count() == 1
+        if before == 1 or not alone:
+            why = "it cannot be halved" if alone else "processes cannot agree on another one during a run"
             raise UserError(
                 f"out of memory with a micro-batch of {before} per device, and {why}: {error}. Lower "
                 f"--config.train.micro_batch, set --config.compute.remat=full, or split the readers "
