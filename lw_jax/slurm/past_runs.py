@@ -133,5 +133,5 @@ def _placed_otherwise(hardware: HardwareRecord, chosen: Candidate | None) -> lis
         ("data axis", hardware.data, "mesh.data"),
         ("remat", hardware.remat, "compute.remat"),
     )
-    known = [(name, old, planned.get(key, old)) for name, old, key in pairs if old is not None]
-    return [f"{name}: {old} -> {new}" for name, old, new in known if new not in (old, -1)]
+    compared = [(name, old, planned.get(key, old)) for name, old, key in pairs]
+    return [f"{name}: {old} -> {new}" for name, old, new in compared if new not in (old, -1)]

@@ -16,7 +16,7 @@ from sharding.placement import Placement
 FILE = "hardware.json"
 
 
-class HardwareRecord(msgspec.Struct, frozen=True):
+class HardwareRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Devices and placement of a run, and the step and time since when it has them."""
 
     kind: str  # as the runtime reports it, for people
@@ -27,7 +27,7 @@ class HardwareRecord(msgspec.Struct, frozen=True):
     remat: str
     since_step: schema.Index = 0
     since_time: float = 0.0
-    data: schema.Size | None = None  # data axis, None: not recorded; the model axis has the other devices
+    data: schema.Size  # data axis; the model axis has the other devices
 
 
 def read(workdir: Path) -> HardwareRecord:
@@ -41,14 +41,19 @@ def read(workdir: Path) -> HardwareRecord:
 
 def write(workdir: Path, cfg: Config, placement: Placement, *, card: str, step: int) -> None:
     """Records the devices of a run that goes on behind `step`. On other devices it is measured from there on."""
-    hosts, strategy = jax.process_count(), placement.strategy
     record = HardwareRecord(
-        placement.kind, card, placement.devices, hosts, strategy, cfg.compute.remat, data=placement.data
+        kind=placement.kind,
+        card=card,
+        devices=placement.devices,
+        hosts=jax.process_count(),
+        strategy=placement.strategy,
+        remat=cfg.compute.remat,
+        data=placement.data,
     )
     began = (workdir / FILE).exists()  # maybe to end before its first checkpoint: its devices.jsonl is there
     if began:
         before = read(workdir)
-        if msgspec.structs.replace(before, since_step=0, since_time=0.0, data=before.data or record.data) == record:
+        if msgspec.structs.replace(before, since_step=0, since_time=0.0) == record:
             return
     if began or step:
         record = msgspec.structs.replace(record, since_step=step, since_time=time.time())

@@ -20,7 +20,7 @@ from tests import tiny
 from tests.unit.slurm import test_job
 
 KIND = "NVIDIA H100 80GB HBM3"
-HARDWARE = {"kind": KIND, "card": "h100", "devices": 3, "hosts": 1, "strategy": "fsdp", "remat": "full"}
+HARDWARE = {"kind": KIND, "card": "h100", "devices": 3, "hosts": 1, "strategy": "fsdp", "remat": "full", "data": 3}
 DEVICE = {"device": "gpu0", "samples": 10, "seconds": 10.0}
 CHOSEN = dataclasses.replace(
     test_job.CHOSEN,
