@@ -7,6 +7,7 @@ import functools
 import importlib
 import json
 import os
+import re
 import string
 import tempfile
 from collections.abc import Callable, Mapping
@@ -407,6 +408,13 @@ def logged_rows(workdir: Path, key: str = "train/loss") -> list[dict[str, Any]]:
 def logged_losses(workdir: Path) -> list[float]:
     """Returns the training losses that a run has logged."""
     return [row["train/loss"] for row in logged_rows(workdir)]
+
+
+def untimed_rows(workdir: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a run's log without what is timed or measured of its devices."""
+    timed = re.compile("seconds|per_second|devices/")
+    rows = metrics.read_metrics(workdir / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if not timed.search(name)} for row in rows]
 
 
 def start_folder(folder: Path, cfg: Config) -> Path:

@@ -12,19 +12,15 @@ import pytest
 
 from lw_jax.core import runtime
 from lw_jax.core.errors import UserError
-from lw_jax.training import metrics, trainer
+from lw_jax.training import trainer
 from lw_jax.training.checkpoint import Checkpointer
 from tests import tiny
 from tests.invariant.test_out_of_memory import EXHAUSTED
+from tests.tiny import untimed_rows
 
 CHANGES = {"train__eval_every": 2, "train__checkpoint_every": 100, "eval__batch": 4}  # 10 examples: three batches
 SAME = 1e-5  # relative, fp32: sums in another order
 STEPS = {}  # (folder of the text, changes) -> the step, which is traced and compiled once for all runs alike
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return tmp_path_factory.mktemp("text")
 
 
 @pytest.fixture(scope="module")
@@ -60,15 +56,6 @@ def run_in(folder, text, *, evaluate=lambda rows: None, stop=lambda step: False,
     return code, jax.device_get(run.state["trainable"])
 
 
-def rows_of(folder):
-    """The logged rows without what is timed."""
-    timed = ("seconds", "per_second", "memory", "devices", "device/")
-    return [
-        {key: value for key, value in row.items() if not any(word in key for word in timed)}
-        for row in metrics.read_metrics(folder / "metrics.jsonl")
-    ]
-
-
 def scores_of(folder):
     """Checkpoint -> its validation loss, None where it has none."""
     records = {
@@ -83,7 +70,7 @@ def fail(message=EXHAUSTED):
 
 def test_every_validated_state_is_saved_with_its_score_whatever_checkpoint_every_says(whole):
     (code, _), folder = whole
-    logged = {row["step"]: row["validation/loss"] for row in rows_of(folder) if "validation/loss" in row}
+    logged = {row["step"]: row["validation/loss"] for row in untimed_rows(folder) if "validation/loss" in row}
     assert code == 0 and sorted(logged) == [2, 4, 6]
     scores = scores_of(folder)
     assert scores == {step: logged[step] for step in scores}
@@ -95,7 +82,7 @@ def test_validation_that_does_not_fit_is_halved_and_says_the_same(whole, text, t
     code, trainable = run_in(tmp_path / "run", text, evaluate=evaluate)
     assert code == 0
     jax.tree.map(np.testing.assert_array_equal, trainable, whole[0][1])
-    for ours, theirs in zip(rows_of(tmp_path / "run"), rows_of(whole[1]), strict=True):
+    for ours, theirs in zip(untimed_rows(tmp_path / "run"), untimed_rows(whole[1]), strict=True):
         assert ours.keys() == theirs.keys()
         np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=SAME)
     assert capsys.readouterr().out.count("eval.batch") == 1, "told once, and kept for the next validation"
@@ -119,7 +106,7 @@ def test_fault_in_validation_leaves_the_checkpoint_and_the_next_start_makes_it_u
     code, trainable = run_in(tmp_path / "run", text)
     assert code == 0
     jax.tree.map(np.testing.assert_array_equal, trainable, whole[0][1])
-    assert rows_of(tmp_path / "run") == rows_of(whole[1])
+    assert untimed_rows(tmp_path / "run") == untimed_rows(whole[1])
     assert scores_of(tmp_path / "run") == scores_of(whole[1])
 
 
@@ -130,9 +117,9 @@ def test_killed_between_the_log_and_the_score_no_row_stands_twice(whole, text, t
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Checkpointer, "add_score", kill)
         run_in(tmp_path / "run", text)
-    assert [row["step"] for row in rows_of(tmp_path / "run")][-2:] == [2, 2]
+    assert [row["step"] for row in untimed_rows(tmp_path / "run")][-2:] == [2, 2]
     run_in(tmp_path / "run", text)
-    assert rows_of(tmp_path / "run") == rows_of(whole[1])
+    assert untimed_rows(tmp_path / "run") == untimed_rows(whole[1])
 
 
 def test_signal_in_validation_ends_it_between_its_batches_without_another_step(whole, text, tmp_path):
@@ -150,7 +137,7 @@ def test_signal_in_validation_ends_it_between_its_batches_without_another_step(w
     code, trainable = run_in(tmp_path / "run", text)
     assert code == 0
     jax.tree.map(np.testing.assert_array_equal, trainable, whole[0][1])
-    assert rows_of(tmp_path / "run") == rows_of(whole[1])
+    assert untimed_rows(tmp_path / "run") == untimed_rows(whole[1])
 
 
 def test_loss_that_is_no_number_names_the_checkpoint_that_there_is_and_no_other(text, tmp_path):

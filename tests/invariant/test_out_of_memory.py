@@ -65,11 +65,6 @@ def train_with(recipe, folder, fail, *, checkpoints: bool = True) -> trainer.Run
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return tmp_path_factory.mktemp("text")
-
-
-@pytest.fixture(scope="module")
 def alone(text, tmp_path_factory):
     """(exit code, losses, weights) of a TTT run that nothing disturbs; its step compiles in little time."""
     return tiny.unsaved_curve(tiny.make_ttt(text), tmp_path_factory.mktemp("alone") / "run")
