@@ -56,6 +56,13 @@ def gradients(params):
     return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), params)
 
 
+@pytest.fixture(scope="module")
+def huge(gradients):
+    """The gradients with an enormous one of the encoder's body."""
+    body = jax.tree.map(lambda leaf: 1e6 * leaf, gradients["encoder"]["body"])
+    return gradients | {"encoder": gradients["encoder"] | {"body": body}}
+
+
 def first_update(cfg, params, gradients, rates=RATES, **more):
     made = optimizers.make(cfg, phases=[Phase(100)], rates=rates, abstract=params, **more)
     updates, state = made.update(gradients, made.init(params), params)
@@ -113,13 +120,10 @@ def test_rate_zero_freezes_to_the_bit_and_keeps_no_state(params, gradients):
     assert moments == sorted(2 * [leaf.shape for leaf in jax.tree.leaves(learning)])
 
 
-def test_gradients_are_clipped_to_the_norm_of_those_that_learn(params, gradients):
+def test_gradients_are_clipped_to_the_norm_of_those_that_learn(params, huge):
     rates = ((r"encoder/body/.*", 0.0), *RATES[1:])
-    frozen_huge = gradients | {
-        "encoder": gradients["encoder"] | {"body": jax.tree.map(lambda leaf: 1e6 * leaf, gradients["encoder"]["body"])}
-    }
     for scale, expected in ((1000.0, 0.5), (1e-3, None)):
-        scaled = jax.tree.map(lambda leaf, s=scale: s * leaf, frozen_huge)
+        scaled = jax.tree.map(lambda leaf, s=scale: s * leaf, huge)
         _, state = first_update(replace(clip_norm=0.5), params, scaled, rates)
         mu = float(optax.tree.norm(optax.tree.get(state, "mu"))) / (1 - optimizers.B1)
         learning = (scaled["adapters"], scaled["encoder"]["head"])
@@ -141,15 +145,13 @@ def test_schedule_starts_anew_in_each_phase():
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_phase_of_rate_zero_leaves_moments_their_count_and_the_clip_alone(params, gradients, kind):
+def test_phase_of_rate_zero_leaves_moments_their_count_and_the_clip_alone(params, gradients, huge, kind):
     """The body's gradient is enormous where it waits: first in the run, then behind a phase that trained it."""
     rounding = 1e-8 if kind == "muon" else 0.0  # of updates of 1e-4: Newton-Schulz amplifies it
     rates, cfg = ((r"encoder/body/.*", (0.0, 0.25, 0.0)), *RATES[1:]), replace(kind=kind, clip_norm=0.5)
     phases = [Phase(3), Phase(2), Phase(2)]
     made = optimizers.make(cfg, phases=phases, rates=rates, abstract=params)
     alone = optimizers.make(cfg, phases=phases, rates=((r"encoder/body/.*", 0.0), *RATES[1:]), abstract=params)
-    body = jax.tree.map(lambda leaf: 1e6 * leaf, gradients["encoder"]["body"])
-    huge = gradients | {"encoder": gradients["encoder"] | {"body": body}}
     update, state, other = jax.jit(made.update), made.init(params), alone.init(params)
 
     def moments(state):
