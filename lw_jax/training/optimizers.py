@@ -67,25 +67,22 @@ def schedule(cfg: config.Optim, phases: Sequence[Phase]) -> optax.Schedule:
     return lambda count: joined(jnp.asarray(count, jnp.float32))
 
 
-def matrix_axes(path: str, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Returns the row and column axes of a leaf; None where Muon does not update it."""
-    axes = tuple(range(ndim))
-    rows = next((axes[rows] for pattern, rows in _MATRICES if pattern.fullmatch(path)), None)
-    return None if rows is None else (rows, axes[rows[-1] + 1 :])
+def _matrix_axes(path: tuple, leaf: jax.Array) -> tuple[tuple[int, ...], ...]:
+    """Returns the row and the column axes of a leaf; nothing where Muon does not update it."""
+    name, axes = rules.path_of(path), tuple(range(leaf.ndim))
+    rows = next((axes[rows] for pattern, rows in _MATRICES if pattern.fullmatch(name)), None)
+    return () if rows is None else (rows, axes[rows[-1] + 1 :])
 
 
 def _muon() -> optax.GradientTransformation:
-    def sides(path: tuple, leaf: jax.Array) -> tuple:
-        return matrix_axes(rules.path_of(path), leaf.ndim) or ()
-
     def axes(tree: Tree) -> Tree:
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: optax.contrib.MuonDimensionNumbers(*sides(path, leaf)), tree
+            lambda path, leaf: optax.contrib.MuonDimensionNumbers(*_matrix_axes(path, leaf)), tree
         )
 
     def sized(path: tuple, update: jax.Array) -> jax.Array:
         # The RMS of an orthogonal matrix is one by the square root of its longer side.
-        longer = max(math.prod(update.shape[axis] for axis in side) for side in sides(path, update))
+        longer = max(math.prod(update.shape[axis] for axis in side) for side in _matrix_axes(path, update))
         return update * (_AS_ADAM * math.sqrt(longer))
 
     return optax.chain(
@@ -121,7 +118,7 @@ def make(
     def group(path: tuple, leaf: jax.Array, row: int) -> str:
         if not any(trains[row]):
             return "frozen"
-        by_muon = cfg.kind == "muon" and matrix_axes(rules.path_of(path), leaf.ndim)
+        by_muon = cfg.kind == "muon" and _matrix_axes(path, leaf)
         return "_".join(("muon" if by_muon else "adam", *("01"[flag] for flag in trains[row])))
 
     labels = jax.tree_util.tree_map_with_path(group, abstract, rows)
