@@ -1,7 +1,6 @@
 """Training loop: one jitted step and one loop for every recipe, which it never asks for by name."""
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -42,19 +41,12 @@ REMEDY = (  # of a collapse
 )
 
 
-@dataclasses.dataclass
-class _Session:
-    """Position of a prepared run: its data and the step that it begins after."""
-
-    loader: Loader
-    start: Tree  # the loader's state at step 0
-    frozen: Tree
-    first: int
-    revalidate: bool  # the restored checkpoint's validation was not finished
-
-
 class Run:
     """One training run; without a checkpointer and a workdir nothing is written, and `quiet` nothing is printed."""
+
+    _loader: Loader  # made by `prepare`
+    _start: Tree  # its state at step 0
+    _before: Tree  # its state before the last step, which may have to be taken again
 
     def __init__(
         self,
@@ -72,7 +64,10 @@ class Run:
         self.state: State = {}
         self.reporter = Reporter(self.step_spec, workdir, services, quiet=quiet)
         self.validation_loop = ValidationLoop(self.step_spec, say=self.reporter.say)
-        self._session: _Session | None = None
+        self.first_step = 0  # behind which a prepared run begins
+        self._is_prepared = False
+        self._frozen: Tree = None
+        self._revalidate = False  # the restored checkpoint's validation was not finished
         self._pending: tuple[int, Tree] | None = None  # a step and its values, not read yet
         self._saved: int | None = None  # the newest checkpoint
         self._compiled = set[str]()  # shapes of the batches that were trained on
@@ -81,12 +76,6 @@ class Run:
     def micro_batch(self) -> int:
         return self.step_spec.cut(self.accumulation).micro_batch
 
-    @property
-    def first_step(self) -> int:
-        """Returns the step behind which a run that is prepared begins; 0 for a new one."""
-        assert self._session is not None, "of `prepare`"
-        return self._session.first
-
     def prepare(self) -> None:
         with phase("reading and tokenising the data"):
             data_schedule = self.recipe.data_schedule()
@@ -94,12 +83,12 @@ class Run:
         if self.checkpointer is not None:  # else it does not validate
             self.reporter.say(*self.validation_loop.describe_data())
         batch, seed = self.cfg.train.global_batch, self.cfg.seed
-        loader = Loader(data_schedule, global_batch=batch, seed=seed, share=processes.share())
+        self._loader = Loader(data_schedule, global_batch=batch, seed=seed, share=processes.share())
         self._choose_micro_batch(data_schedule)
-        session = _Session(loader, start=loader.state(), frozen=None, first=0, revalidate=False)
-        self._restore_or_initialise(session)
+        self._start = self._loader.state()
+        self._restore_or_initialise()
         self.reporter.say(self._describe_batch())
-        self._session = session
+        self._is_prepared = True
 
     def _choose_micro_batch(self, data_schedule: DataSchedule) -> None:
         """Takes the largest micro-batch that fits, unless it is configured or the memory limit is unknown."""
@@ -126,7 +115,7 @@ class Run:
             taken = "takes it" if needs.largest else "tries that"
             self.reporter.say(f"{needs.description}; the run {taken}; the metrics stay the same")
 
-    def _restore_or_initialise(self, session: _Session) -> None:
+    def _restore_or_initialise(self) -> None:
         """Restores the last checkpoint, or initialises the state and the data position.
 
         Raises:
@@ -135,7 +124,7 @@ class Run:
         self.state = {}  # or what a failed step left of it would be in memory beside the new one
         try:
             with out_of_memory.detect():
-                self._load(session)
+                self._load()
         except OutOfMemory as error:
             raise UserError(
                 f"out of memory while weights and training state are loaded, whatever the micro-batch: {error}. End "
@@ -143,29 +132,29 @@ class Run:
                 "them (--config.mesh.placement=tensor)"
             ) from error
 
-    def _load(self, session: _Session) -> None:
+    def _load(self) -> None:
         with phase("looking for a checkpoint, and restoring it"):
             restored = self.checkpointer.restore(self.step_spec.state) if self.checkpointer else None
         if restored is None:
-            session.frozen = self._initialise(session.frozen)
-            session.loader.restore(session.start)
-            session.first, session.revalidate = 0, False
+            self._initialise()
+            self._loader.restore(self._start)
+            self.first_step, self._revalidate = 0, False
             return
         self.reporter.say(f"resuming from step {restored.step}")
         self.state, self._saved = restored.state, restored.step
-        session.loader.restore(restored.data)
-        if session.frozen is None:
-            session.frozen = self.recipe.load_frozen()
-        session.first = restored.step
-        session.revalidate = self._is_validated(restored.step) and not restored.metrics
+        self._loader.restore(restored.data)
+        if self._frozen is None:
+            self._frozen = self.recipe.load_frozen()
+        self.first_step = restored.step
+        self._revalidate = self._is_validated(restored.step) and not restored.metrics
 
-    def _initialise(self, frozen: Tree | None) -> Tree:
-        weights = self.recipe.build(frozen)
+    def _initialise(self) -> None:
+        weights = self.recipe.build(self._frozen)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.step_spec.state["opt_state"])
         opt_state = jax.jit(self.step_spec.optimizer.init, out_shardings=shardings)(weights.trainable)
         step = place.replicate(jnp.zeros((), jnp.int32), self.placement.learner)
         self.state = {"trainable": weights.trainable, "opt_state": opt_state, "step": step}
-        return weights.frozen
+        self._frozen = weights.frozen
 
     def _describe_batch(self) -> str:
         trainable = tree.count(optimizers.learned(self.recipe.rates, self.recipe.abstract().trainable))
@@ -180,48 +169,47 @@ class Run:
 
     def train(self, stop_requested: StopRequested) -> int:
         """Trains to the last step, after `prepare` unless that was called; returns 0 or `runtime.REQUEUE`."""
-        if self._session is None:
+        if not self._is_prepared:
             self.prepare()
-        session, self._session = self._session, None
-        assert session is not None
-        with self.reporter.live(session.first):
+        self._is_prepared = False
+        with self.reporter.live(self.first_step):
             while True:
                 try:
-                    with self.reporter.open_logs(session.first, revalidate=session.revalidate):
-                        return self._loop(session, stop_requested)
+                    with self.reporter.open_logs(self.first_step, revalidate=self._revalidate):
+                        return self._loop(stop_requested)
                 except OutOfMemory as error:
                     self._halve(error)
-                self._rewind(session)  # here the error is gone, and with its traceback the arrays of the failed step
+                self._rewind()  # here the error is gone, and with its traceback the arrays of the failed step
 
-    def _loop(self, session: _Session, stop_requested: StopRequested) -> int:
+    def _loop(self, stop_requested: StopRequested) -> int:
         self._pending = None
-        revalidate, session.revalidate = session.revalidate, False
-        if revalidate and not self._validate(session.first, session.frozen, stop_requested):
+        revalidate, self._revalidate = self._revalidate, False
+        if revalidate and not self._validate(self.first_step, stop_requested):
             return runtime.REQUEUE
-        for step in range(session.first + 1, self.cfg.train.steps + 1):
-            self._pending = step, self._step(step, session)
+        for step in range(self.first_step + 1, self.cfg.train.steps + 1):
+            self._pending = step, self._step(step)
             self.reporter.advance(step)
             stop, validate = stop_requested(step), self._is_validated(step)
             if self.checkpointer and (stop or validate or step % self.cfg.train.checkpoint_every == 0):
-                self._save(step, session.loader, wait=stop or validate)
+                self._save(step, wait=stop or validate)
             if stop and (validate or step < self.cfg.train.steps):
                 # Without a validation, which could outlast the time left before the kill: the next start makes it up.
                 self.reporter.say(f"stopped on request at step {step}; run the same command to resume")
                 return runtime.REQUEUE
-            if validate and not self._validate(step, session.frozen, stop_requested):
+            if validate and not self._validate(step, stop_requested):
                 return runtime.REQUEUE
         with out_of_memory.detect():
             self._report_pending(flush=True)
         return 0
 
-    def _step(self, step: int, session: _Session) -> Tree:
+    def _step(self, step: int) -> Tree:
         """Takes a step, reports the one before it, and returns the values of this one, not yet computed."""
-        self._data_before, first = session.loader.state(), step == session.first + 1
+        self._before, first = self._loader.state(), step == self.first_step + 1
         try:
             with out_of_memory.detect():
-                batch = self.step_spec.put(next(session.loader), self.accumulation)
+                batch = self.step_spec.put(next(self._loader), self.accumulation)
                 with self._timing(step, batch, first=first):
-                    self.state, values = self.step_spec.step(self.state, session.frozen, batch)
+                    self.state, values = self.step_spec.step(self.state, self._frozen, batch)
                     if first:
                         jax.block_until_ready(values)
                 self._report_pending()
@@ -250,20 +238,20 @@ class Run:
             _check_finite(*pending, self.cfg, saved=self._saved)
             self.reporter.report(*pending, flush=flush)
 
-    def _save(self, step: int, loader: Loader, *, wait: bool) -> None:
+    def _save(self, step: int, *, wait: bool) -> None:
         """Saves a checkpoint; the step is logged first: neither a kill in between nor a resumed run leaves a gap."""
         assert self.checkpointer is not None
         with out_of_memory.detect():
             self._report_pending(flush=True)
         with self.reporter.clock.paused() if self._is_validated(step) else contextlib.nullcontext():
             with phase(f"saving checkpoint {step}"):
-                self.checkpointer.save(step, self.state, data=loader.state(), wait=wait)
+                self.checkpointer.save(step, self.state, data=self._loader.state(), wait=wait)
         self._saved = step
 
     def _is_validated(self, step: int) -> bool:
         return self.checkpointer is not None and preflight.is_validated(self.cfg.train, step)
 
-    def _validate(self, step: int, frozen: Tree, stop_requested: StopRequested) -> bool:
+    def _validate(self, step: int, stop_requested: StopRequested) -> bool:
         """Validates a step and scores its checkpoint; returns False where it was stopped on request.
 
         The score comes last: a checkpoint without one is validated again when it is restored.
@@ -275,7 +263,8 @@ class Run:
         say = self.reporter.say
         try:
             with self.reporter.clock.paused():
-                values = self.validation_loop.measure(self.state["trainable"], frozen, lambda: stop_requested(step))
+                trainable, frozen = self.state["trainable"], self._frozen
+                values = self.validation_loop.measure(trainable, frozen, lambda: stop_requested(step))
         except OutOfMemory as error:
             lost = "the checkpoint has no score and no collapse can be seen"
             say(f"step {step}: not validated: {error}; {lost}. Shorten the validation data, or split the readers")
@@ -309,13 +298,13 @@ class Run:
             f"{self.accumulation} accumulated; the gradients stay the same"
         )
 
-    def _rewind(self, session: _Session) -> None:
+    def _rewind(self) -> None:
         step = self._step_in_memory()
         if step is None:
-            self._restore_or_initialise(session)
+            self._restore_or_initialise()
         else:
-            session.first = step
-            session.loader.restore(self._data_before)
+            self.first_step = step
+            self._loader.restore(self._before)
 
     def _step_in_memory(self) -> int | None:
         """Returns the step of the state; None where the failed program has consumed its donated buffers."""

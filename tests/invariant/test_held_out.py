@@ -200,10 +200,10 @@ def test_compiling_for_further_shapes_is_no_step_s_time():
     stopped: list[int] = []
     clock = types.SimpleNamespace(paused=lambda: stopped.append(number) or contextlib.nullcontext())
     run = types.SimpleNamespace(_compiled=set(), state={}, accumulation=1, _report_pending=lambda: None)
+    run._loader, run._frozen, run.first_step = Widths((3, 3, 5, 5, 3, 4)), {}, 0
     run.reporter = types.SimpleNamespace(clock=clock, compiling=lambda step: contextlib.nullcontext())
     run.step_spec = types.SimpleNamespace(put=lambda width, _: {"ids": np.zeros((2, width))}, step=lambda *_: ({}, {}))
     run._timing = functools.partial(trainer.Run._timing, run)
-    session = types.SimpleNamespace(loader=Widths((3, 3, 5, 5, 3, 4)), first=0, frozen={})
     for number in range(1, 7):
-        trainer.Run._step(run, number, session)
+        trainer.Run._step(run, number)
     assert stopped == [3, 6]
