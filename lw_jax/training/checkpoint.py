@@ -53,10 +53,9 @@ class Checkpointer:
     folder that holds checkpoints of another identity is refused when opened. All processes must make the same calls.
     """
 
-    def __init__(self, folder: Path | str, *, keep: int, identity: dict[str, str] | None) -> None:
+    def __init__(self, folder: Path, *, keep: int, identity: dict[str, str] | None) -> None:
         """Opens a folder; with None as identity it reads any checkpoint and cannot save."""
-        self._folder, self._keep = Path(folder).absolute(), keep
-        self._identity = identity
+        self._folder, self._keep, self._identity = folder.absolute(), keep, identity
         self._damaged: dict[int, str] = {}  # step -> reason, as the last restoring found
         self._pending: tuple[int, int, dict[str, Any]] | None = None  # step, bytes, record without files
         self._saved: int | None = None
