@@ -8,7 +8,7 @@ import sys
 from typing import NoReturn
 
 from lw_jax.commands import parser
-from lw_jax.core import environment, process_start, warning_lines
+from lw_jax.core import environment, process_start
 from lw_jax.core.command_line import PROGRAM
 from lw_jax.core.errors import UserError
 from sharding.errors import PlacementError
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
 def script() -> NoReturn:
     environment.leave_out_torch()
     process_start.survive_closed_pipes()
-    warning_lines.install()
+    process_start.unify_warnings()
     sys.exit(main(sys.argv[1:]))
 
 

@@ -1,16 +1,24 @@
-"""What a process sets before anything heavy is imported: an end at once on SIGTERM, streams that outlive their pipe."""
+"""What a process sets before anything heavy is imported: its end on SIGTERM, its streams, one form for all warnings."""
 
 import contextlib
 import io
+import logging
 import os
 import signal
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
+
+from lw_jax.core.errors import one_line
+from lw_jax.core.progress import is_first_process
 
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: stopped on request, everything is saved, run the same command to resume
 INTERRUPTED = 130  # Ctrl-C, as shells report it
+OWN = ("lw_jax", "sharding", "configs")  # packages, and the names of their loggers
+_PROJECT = Path(__file__).resolve().parents[2]
 
 
 @contextlib.contextmanager
@@ -65,3 +73,37 @@ def survive_closed_pipes() -> None:
         buffered = io.BufferedWriter(raw)
         text = io.TextIOWrapper(buffered, encoding=before.encoding, errors=before.errors, line_buffering=True)
         setattr(sys, name, text)
+
+
+class _Lines(logging.Handler):
+    """Prints a record as one line; of several processes in the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._printed: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = f"{record.levelname.lower()}: {one_line(record.getMessage())}"
+        if line not in self._printed and is_first_process():
+            self._printed.add(line)
+            print(line, file=sys.stderr, flush=True)
+
+
+def unify_warnings() -> None:
+    """Gives this project's logging, and all that `warnings.warn` tells, one form: "warning: ..." on stderr, once each.
+
+    For a process that is this program's alone.
+    """
+    lines = _Lines()
+    for name in OWN:
+        logger = logging.getLogger(name)
+        logger.addHandler(lines)
+        logger.propagate = False  # or the root's handlers, absl's among them, print them again
+    warnings.showwarning = _show
+
+
+def _show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+    file = Path(filename).absolute()
+    internal = file.is_relative_to(_PROJECT) and file.relative_to(_PROJECT).parts[0] in (*OWN, "run.py")
+    place = "" if internal else f" ({category.__name__}, {filename}:{lineno})"
+    logging.getLogger(OWN[0]).warning("%s%s", message, place)

@@ -6,16 +6,16 @@ import warnings
 import pytest
 
 import run
-from lw_jax.core import warning_lines
+from lw_jax.core import process_start
 
 
 @pytest.fixture
 def installed(monkeypatch):
     """The forms of a command's process, taken back at the end."""
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-    loggers = [logging.getLogger(name) for name in warning_lines.OWN]
+    loggers = [logging.getLogger(name) for name in process_start.OWN]
     before = [(logger, logger.propagate, list(logger.handlers)) for logger in loggers]
-    warning_lines.install()
+    process_start.unify_warnings()
     yield
     for logger, propagate, handlers in before:
         logger.propagate, logger.handlers = propagate, handlers
