@@ -22,14 +22,15 @@ DRIVER_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 
 # Both names are read by JAX, the newer one first; without them it takes JAX_FRACTION.
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-JAX_FRACTION, FRACTION = 0.75, 0.92
+JAX_FRACTION = 0.75
+FRACTION = 0.92  # of a GPU, for XLA; the rest is for CUDA, NCCL and cuBLAS: chosen, not measured
 _LAUNCHERS = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SALLOC_", "PMI_", "PMIX_", "OMPI_")
 _before: dict[str, str | None] = {}  # variables that this module has changed -> the user's own values
 _NO_DRIVER = (b"Could not find cuda drivers", b"before absl::InitializeLog()")
 
 
 def reserve_memory() -> None:
-    """Raises the share of GPU memory that JAX preallocates to FRACTION; the rest is for the CUDA context and NCCL.
+    """Raises the share of GPU memory that JAX preallocates to FRACTION.
 
     The user's own setting takes precedence. With both names set JAX refuses to start: the deprecated one goes.
 

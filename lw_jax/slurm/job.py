@@ -7,15 +7,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from lw_jax.core import config
+from lw_jax.core import config, environment
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.planning.plans import Plan
 from lw_jax.slurm import cluster_profile
 from lw_jax.slurm.cluster_profile import Duration, Site, clock
 from lw_jax.slurm.past_runs import Record
-
-MEMORY_FRACTION = 0.92  # of a GPU, for XLA; the rest is for CUDA, NCCL and cuBLAS: chosen, not measured
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +80,7 @@ def make_job(
         hours=hours,
         step_seconds=step_seconds,
         checkpoint_seconds=checkpoint_seconds,
-        memory_fraction=max(MEMORY_FRACTION, cfg.mesh.target_utilisation),
+        memory_fraction=max(environment.FRACTION, cfg.mesh.target_utilisation),
         origin=f"{origin}; {record.describe_memory(plan.chosen.peak_bytes)}" if record else origin,
         basis=basis,
     )

@@ -10,12 +10,12 @@ import jax
 import pytest
 
 from configs import base
-from lw_jax.core import command_line, config, config_file, validation
+from lw_jax.core import command_line, config, config_file, environment, validation
 from lw_jax.core.errors import UserError
 from lw_jax.planning import placement_search, plans
 from lw_jax.planning.plans import StepCandidate, StepPlan
 from lw_jax.slurm.cluster_profile import Site, limit
-from lw_jax.slurm.job import MEMORY_FRACTION, Job, Request, make_job
+from lw_jax.slurm.job import Job, Request, make_job
 from sharding import placement as placements
 from tests.unit.slurm.test_cluster_profile import SITE
 
@@ -155,7 +155,7 @@ def test_name_of_the_job_holds_no_letter_that_sbatch_reads() -> None:
     assert make(workdir='/runs/my run "é#').name == "my-run-"
 
 
-@pytest.mark.parametrize(("utilisation", "fraction"), [(0.95, 0.95), (0.8, MEMORY_FRACTION)])
+@pytest.mark.parametrize(("utilisation", "fraction"), [(0.95, 0.95), (0.8, environment.FRACTION)])
 def test_memory_fraction_covers_the_utilisation_that_was_planned_for(utilisation, fraction) -> None:
     cfg = resolve(**{"mesh.target_utilisation": utilisation})
     assert make_job(PLAN, cfg, workdir=Path("/runs/mine"), request=request(), site=SITE).memory_fraction == fraction
