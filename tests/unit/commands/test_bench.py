@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-import run
 from lw_jax.benchmarking import measurement, rows, timing
 from lw_jax.benchmarking.measurement import Measured
 from lw_jax.benchmarking.rows import Planned, Row
@@ -162,16 +161,3 @@ def test_table_tells_every_figure_once():
     absent = rows.table("card", CEILINGS, [away]).splitlines()
     assert absent[3].split() == "step wire 0.2500 predicted 8.0 1,234 25% matmul 2.000 compiled 4 samples".split()
     assert "2.5 TFLOP" in absent[4] and "3.0 GB" in absent[4]
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--parts", "steps"], "--parts steps: "),
-        (["--repeats", "0"], "--repeats 0: "),
-        (["--repeats", "2", "--target", "h100x1"], "--repeats 2: "),
-    ],
-)
-def test_words_that_make_no_sense_are_refused(words, told, capsys):
-    assert run.main(["bench", "--config", "configs/smoke.py", *words]) == 2
-    assert told in capsys.readouterr().err

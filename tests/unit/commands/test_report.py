@@ -358,8 +358,6 @@ def test_damaged_file_is_named(name: str, text: str, rule: str, tmp_path: Path) 
 
 
 def test_folder_that_is_no_run_ends_with_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["report", "--workdir", str(tmp_path), "--config.eval.examples=3"]) == 2
-    assert "--config.eval.examples" in capsys.readouterr().err
     assert run.main(["report", "--workdir", str(tmp_path)]) == 2
     assert str(tmp_path / "config.json") in capsys.readouterr().err
     assert run.main(["report", "--config", "configs/smoke.py", "--workdir", str(tmp_path / "none")]) == 2

@@ -191,15 +191,3 @@ def test_what_a_plan_refuses_gets_no_job_alone_or_in_a_list(tmp_path, monkeypatc
         assert "optim.warmup_steps=100 is longer than the run's 60 steps" in done.err
         assert ("llama3-dpo: optim" in done.err) == (config == "two.list")
     assert [path.name for path in tmp_path.iterdir()] == ["two.list"]
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["train", "--config", "configs/dpo/all.list"], "--config configs/dpo/all.list: "),
-        (["slurm", "--config", "configs/dpo/phi3.py", "--jobs", "array"], "--jobs "),
-    ],
-)
-def test_lists_are_for_jobs_alone(words, told, capsys):
-    assert run.main(words) == 2
-    assert told in capsys.readouterr().err
