@@ -67,12 +67,13 @@ def free_job() -> str:
 
 @contextlib.contextmanager
 def joined(
-    *argv: str, folder: Path, devices: int = 4, ranks: Sequence[int] = (0, 1)
+    *argv: str, folder: Path, devices: int = 4, ranks: Sequence[int] = (0, 1), code: str = ""
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Starts run.py as one step of two tasks, or one of its `ranks`; standard error lies in `folder`.
+    """Starts run.py, or other `code`, as one step of two tasks, or one of its `ranks`; their stderr lies in `folder`.
 
     None outlives the block.
     """
+    program = ["-c", code] if code else [str(PROJECT / "run.py")]
     job = free_job()
     started: list[subprocess.Popen[str]] = []
     try:
@@ -81,11 +82,11 @@ def joined(
             step |= {"SLURM_NTASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
             with (folder / f"stderr-{rank}").open("a") as stderr:
                 process = subprocess.Popen(
-                    [sys.executable, "-u", str(PROJECT / "run.py"), *argv],
+                    [sys.executable, "-u", *program, *argv],
                     stdout=subprocess.PIPE,
                     stderr=stderr,
                     text=True,
-                    env=os.environ | step | {"JAX_NUM_CPU_DEVICES": str(devices)},
+                    env=os.environ | step | {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(PROJECT)},
                 )
             started.append(process)
         clock = threading.Timer(PATIENCE, lambda: [process.kill() for process in started])
@@ -174,14 +175,11 @@ main()
 
 @pytest.mark.slow
 def test_processes_join_past_the_proxies_of_a_cluster(tmp_path, monkeypatch):
-    (tmp_path / "run.py").write_text(JOINING, encoding="utf-8")
-    monkeypatch.setattr(sys.modules[__name__], "PROJECT", tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "no_grpc_proxy"):
         monkeypatch.delenv(name, raising=False)
-    with joined(folder=tmp_path, devices=1) as started:
+    with joined(folder=tmp_path, devices=1, code=JOINING) as started:
         assert [process.wait(60) for process in started] == [0, 0]
     assert not [rank for rank in (0, 1) if "proxy" in (tmp_path / f"stderr-{rank}").read_text()]
 
@@ -189,7 +187,6 @@ def test_processes_join_past_the_proxies_of_a_cluster(tmp_path, monkeypatch):
 # A second process whose compiler says half as much again: alone it would take another placement and micro-batch.
 OTHERWISE = """
 import dataclasses, os, sys
-sys.path.insert(0, {project!r})
 import run
 from lw_jax.core import environment
 environment.leave_out_torch()
@@ -206,13 +203,11 @@ sys.exit(run.main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_first_process_chooses_placement_and_micro_batch_for_both(root, tmp_path, monkeypatch):
-    (tmp_path / "run.py").write_text(OTHERWISE.format(project=str(PROJECT)), encoding="utf-8")
+def test_first_process_chooses_placement_and_micro_batch_for_both(root, tmp_path):
     one = write_config(tmp_path / "one.py", root, only="qwen")  # each candidate of two readers has programs for both
     argv = ["train", "--config", str(one), "--workdir", str(tmp_path / "w"), "--config.mesh.placement=auto"]
     argv += ["--config.compute.remat=auto", "--config.mesh.memory_gb=0.016", "--config.train.micro_batch=0"]
-    monkeypatch.setattr(sys.modules[__name__], "PROJECT", tmp_path)
-    with joined(*argv, folder=tmp_path, devices=1) as started:
+    with joined(*argv, folder=tmp_path, devices=1, code=OTHERWISE) as started:
         codes, said = finish(started, tmp_path)
     assert codes == [0, 0]
     assert "is the largest that fits" in said and len(tiny.logged_losses(tmp_path / "w")) == STEPS
@@ -269,16 +264,13 @@ main()
 
 
 @pytest.mark.slow
-def test_death_of_one_ends_the_other_with_one_line_and_the_code_for_requeueing(tmp_path, monkeypatch):
-    (tmp_path / "run.py").write_text(COMPUTING, encoding="utf-8")
-    monkeypatch.setattr(sys.modules[__name__], "PROJECT", tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+def test_death_of_one_ends_the_other_with_one_line_and_the_code_for_requeueing(tmp_path):
     with contextlib.ExitStack() as stack:
         pairs = []
         for dead in (0, 1):  # the coordinator, and another one
             folder = tmp_path / str(dead)
             folder.mkdir()
-            pairs.append(stack.enter_context(joined(str(folder), folder=folder)))
+            pairs.append(stack.enter_context(joined(str(folder), folder=folder, code=COMPUTING)))
         for dead, pair in enumerate(pairs):
             folder = tmp_path / str(dead)
             until = time.monotonic() + PATIENCE

@@ -16,11 +16,12 @@ from sharding import mesh as meshes
 from tests import tiny
 
 
-def test_padding_counts_texts_answers_and_packed_questions():
+def test_padding_counts_texts_answers_and_packed_questions_and_no_other_weights():
     mask, segments = np.arange(8) < 6, np.array([[1, 1, 2, 0], [1, 0, 0, 0]])
     reader = {"targets": np.zeros(3, int), "weights": np.array([1.0, 1.0, 0.0]), "packed": {"segments": segments}}
-    batch = {"source": {"mask": mask}, "readers": {"a": reader}}
+    batch = {"source": {"mask": mask}, "readers": {"a": reader}, "weights": np.ones(7)}
     assert padded(batch) == pytest.approx(1 - (6 + 2 + 4) / (8 + 3 + 8))
+    assert padded({"readers": {"text": {"ids": segments}}}) == 0
 
 
 def test_warm_up_is_called_and_not_counted():

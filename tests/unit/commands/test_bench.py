@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 from lw_jax.benchmarking import measurement, rows, timing
@@ -90,15 +89,6 @@ def test_loading_and_reading_use_the_configurations_own_files(wire):
 def test_batches_are_made_where_a_teacher_s_answers_are_not_in_their_cache(root):
     (row,) = make(tiny.make_config(root, loss__kl=1.0, loss__teacher_k=2, train__global_batch=4)).measure("input")
     assert row.seconds.median > 0 and not row.why_not
-
-
-def test_padding_counts_masks_and_answers_but_no_other_weights():
-    mask = np.array([[True, True, False, False], [True, False, False, False]])
-    answers = np.array([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
-    fields = {"before": {"mask": mask}, "targets": answers, "weights": answers}
-    batch = {"source": {"mask": mask}, "readers": {"a": fields}, "weights": np.ones(7)}
-    assert measurement.padded(batch) == pytest.approx(1 - (3 + 3 + 3) / (8 + 8 + 6))
-    assert measurement.padded({"readers": {"text": {"ids": mask}}}) == 0
 
 
 def test_a_recipe_has_its_own_parts(tmp_path, wire):
