@@ -88,17 +88,13 @@ def _check_wire(cfg: Config) -> None:
     if cfg.data.question_tokens >= cfg.data.context_tokens:
         rule = f"must be below data.context_tokens = {cfg.data.context_tokens}: the question is part of the prompt."
         refuse("data.question_tokens", cfg.data.question_tokens, rule)
-    _check_packing(cfg)
-    if not cfg.loss.ce and not cfg.loss.kl:
-        refuse("loss.ce", 0.0, "must be above 0 where loss.kl is 0: nothing would be learned.")
-
-
-def _check_packing(cfg: Config) -> None:
     packed, data = cfg.data.packed_tokens, cfg.data
     longest = max(data.question_tokens + data.answer_tokens - 1, 2 * data.answer_tokens)
     if 0 < packed < longest:
         rule = f"must be 0 or at least {longest}, for the longest question with its answer."
         refuse("data.packed_tokens", packed, rule)
+    if not cfg.loss.ce and not cfg.loss.kl:
+        refuse("loss.ce", 0.0, "must be above 0 where loss.kl is 0: nothing would be learned.")
 
 
 def _check_stages(cfg: Config) -> None:
@@ -180,11 +176,8 @@ def _check_cache(cfg: Config) -> None:
         return
     if not 1 <= encoder.ratio <= RATIOS:
         refuse("encoder.ratio", encoder.ratio, f"must be from 1 to {RATIOS} for encoder.kind 'cache'.")
-    if cfg.train.steps:
-        _check_cache_training(cfg)
-
-
-def _check_cache_training(cfg: Config) -> None:
+    if not cfg.train.steps:
+        return
     stages, rule = cfg.stages, "for encoder.kind 'cache'"
     if stages.pretrain.share and stages.pretrain.reconstruct != 1:
         why = "a reader is asked to repeat a text, and cannot continue it behind other words"

@@ -30,11 +30,8 @@ def script(job: Job, site: Site) -> str:
 
 def head(job: Job, site: Site, *, extra: Sequence[str] = (), log: str = "%x-%j") -> list[str]:
     cache = Path(site.scratch) / "lw_jax" / "compiled" if site.scratch else sources.cache_root() / "compiled"
-    local = ",".join(map(str, range(job.gpus)))
-    several = [
-        "# One task drives all GPUs of its node.",
-        f"export JAX_LOCAL_DEVICE_IDS={local}",
-    ]
+    devices = ",".join(map(str, range(job.gpus)))
+    several = ["# One task drives all GPUs of its node.", f"export JAX_LOCAL_DEVICE_IDS={devices}"]
     return [
         "#!/bin/bash",
         f"{WRITER}: python run.py slurm. {one_line(job.origin)}",
