@@ -13,6 +13,15 @@ import pytest
 PROJECT = Path(__file__).resolve().parents[1]
 
 
+def run_code(code: str, *argv: str, cwd: Path = PROJECT, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python code in a process of its own, which finds the project."""
+    env = os.environ | {"PYTHONPATH": str(PROJECT)} | environ
+    command = [sys.executable, "-c", code, *argv]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=300, check=False)
+    print(done.stderr)  # shown when a test fails
+    return done
+
+
 def start(*argv: str, cwd: Path, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Runs run.py as a user would."""
     command = [sys.executable, str(PROJECT / "run.py"), *argv]
@@ -69,9 +78,7 @@ def need_compiler() -> None:
 def compile_for_absent_gpus(code: str, **environ: str) -> list[Any]:
     """Runs Python code in a process of its own; returns its lines of JSON."""
     need_compiler()
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"} | environ
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = run_code(code, **{"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"} | environ)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("[", "{"))]
 

@@ -229,6 +229,13 @@ def change(cfg: Config, **changes: object) -> Config:
     return config.build(values)
 
 
+def write_config(path: Path, cfg: Config) -> Path:
+    """Writes a configuration file of these values."""
+    code = "from ml_collections import ConfigDict\n\n\ndef get_config():\n    return ConfigDict({!r})\n"
+    path.write_text(code.format(config.to_dict(cfg)), "utf-8")
+    return path
+
+
 def make_searched_config(root: Path, **changes: object) -> Config:
     """Returns a configuration that leaves recomputation to the planner."""
     return make_config(root, **{"compute__remat": "auto"} | changes)

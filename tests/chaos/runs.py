@@ -19,32 +19,15 @@ PRELOADED = ["run", "lw_jax.commands.train"]  # of these modules none may start 
 PATIENCE = 300.0  # seconds of one start, on a machine busy with other work
 STEPS, EVERY = 24, 4  # of a run, and between checkpoints
 LOGGED = ("train/loss", "train/learning_rate", "validation/loss")  # of a row, what no clock decides
-LANGUAGE = """
-from configs import base
-
-
-def get_config():
-    c = base.get_config("ttt")
-    c.data.update(train={text!r}, validation="", held_out=0.1)
-    c.ttt.update(layers=1, width=16, heads=2, ffn=24, chunk=4, length=12)
-    c.optim.update(warmup_steps=2, learning_rate=3e-3, weight_decay=0.1)
-    c.train.update(steps={steps}, global_batch=8, log_every=1, alarm_step=0)
-    c.train.update(eval_every={every}, checkpoint_every={every})
-    c.compute.remat = "none"
-    c.eval.update(examples=10, batch=8)
-    return c
-"""
 
 
 def write_config(folder: Path) -> Path:
     """Writes the configuration of a run of some seconds, with its text."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text = folder / "text.txt"
-    words = [f"Card {i}: {'abc'[i % 3] * (1 + i % 5)} lives in {'xyz'[i % 3]}." for i in range(200)]
-    text.write_text("\n\n".join(words), "utf-8")
-    file = folder / "tiny.py"
-    file.write_text(LANGUAGE.format(text=str(text), steps=STEPS, every=EVERY), "utf-8")
-    return file
+    from tests import tiny  # here alone: the processes that are started import this module
+
+    sizes = {"ttt__layers": 1, "ttt__width": 16, "ttt__heads": 2, "ttt__ffn": 24}
+    every = {"train__eval_every": EVERY, "train__checkpoint_every": EVERY}
+    return tiny.write_config(folder / "tiny.py", tiny.make_ttt_config(folder, train__steps=STEPS, **sizes, **every))
 
 
 @functools.cache

@@ -10,6 +10,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is absent: pip install -r r
 from benchmarks import common
 from examples import check_cards, elastic_demo
 from lw_jax import recipes
+from lw_jax.core import config
 from sharding import placement
 from tests import tiny
 
@@ -65,7 +66,7 @@ def test_two_virtual_devices_reduce_train_alike_and_resume(tmp_path, capsys, mon
     asked = check_cards.placements
     monkeypatch.setattr(check_cards, "placements", lambda n: {key: asked(n)[key] for key in ("single", "split")})
     values = SMALL | {f"llms.{name}.source": path for name, path in tiny.readers(tmp_path / "readers").items()}
-    words = [f"--config.{key}={value}" for key, value in values.items()]
+    words = config.flags(values)
     assert check_cards.main(["--virtual", "2", "--steps", "3", *words]) == 0
     told = capsys.readouterr().out
     assert "2 virtual devices" in told and "all alike" in told

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from lw_jax.core import config
 from lw_jax.data import question_cards
 from tests import tiny
 from tests.commands import PROJECT, Done, start_several
@@ -44,7 +45,7 @@ def done(here) -> dict[str, Done]:
     }
     at = ["--workdir", "run"]
     train = ["--config", str(PROJECT / "configs/dpo/smollm2.py"), *at]
-    train += [f"--config.{key}={value}" for key, value in flags.items()]
+    train += config.flags(flags)
     environ = os.environ | {"LW_JAX_CACHE": str(here / "cache"), "PYTHONPATH": str(PROJECT)}
     first = {"train": train, "export": ["export", *at, "--peft", "straight"]}
     found = start_several(first, cwd=here, environ=environ)

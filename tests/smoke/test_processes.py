@@ -36,10 +36,7 @@ def config_path(root, tmp_path_factory) -> Path:
 
 
 def write_config(path: Path, root: Path, **changes: object) -> Path:
-    values = config.to_dict(tiny.make_config(root, train__steps=STEPS, compute__dtype="fp32", **changes))
-    code = f"from ml_collections import ConfigDict\n\n\ndef get_config():\n    return ConfigDict({values!r})\n"
-    path.write_text(code, encoding="utf-8")
-    return path
+    return tiny.write_config(path, tiny.make_config(root, train__steps=STEPS, compute__dtype="fp32", **changes))
 
 
 def resolve(path: Path, *assignments: str) -> config.Config:

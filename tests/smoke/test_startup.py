@@ -1,14 +1,11 @@
 """What each verb imports before it does anything: a heavy import that returns costs every start."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import lw_jax
 from lw_jax.commands import parser
-from tests.commands import PROJECT
+from tests.commands import run_code
 
 ALWAYS_LATE = {"transformers", "torch", "matplotlib", "datasets", "pandas", "IPython"}
 NUMERIC = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "tensorstore", "tokenizers", "gguf", "scipy"}
@@ -52,14 +49,8 @@ print(json.dumps(sorted({name.partition(".")[0] for name, module in sys.modules.
 """
 
 
-def start(code: str, *argv: str, cwd: Path = PROJECT) -> subprocess.CompletedProcess[str]:
-    environ = os.environ | {"PYTHONPATH": str(PROJECT)}
-    command = [sys.executable, "-c", code, *argv]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, check=True, timeout=120)
-
-
 def test_help_show_report_and_a_text_that_answer_cannot_read_wait_for_no_jax(tmp_path: Path) -> None:
-    told = json.loads(start(WITHOUT_JAX, *parser.COMMANDS, cwd=tmp_path).stdout.splitlines()[-1])
+    told = json.loads(run_code(WITHOUT_JAX, *parser.COMMANDS, cwd=tmp_path).stdout.splitlines()[-1])
     found = {after: set(names) for after, names in told["found"].items()}
     assert told["code"] == 2
     assert found["help"] & OF_THE_ARGUMENTS == set()
@@ -68,7 +59,7 @@ def test_help_show_report_and_a_text_that_answer_cannot_read_wait_for_no_jax(tmp
 
 
 def test_no_verb_imports_what_only_some_of_its_runs_need() -> None:
-    imported = set(json.loads(start(IMPORTED, *parser.COMMANDS.keys() - {"report"}).stdout.splitlines()[-1]))
+    imported = set(json.loads(run_code(IMPORTED, *parser.COMMANDS.keys() - {"report"}).stdout.splitlines()[-1]))
     assert imported & ALWAYS_LATE == set()
     assert {"jax", "orbax"} <= imported
 
@@ -83,7 +74,7 @@ environment.leave_out_torch()
 code = run.main(["plan", "--estimate", "--config", "configs/machines/a100_40x1.py", "--target", "h100x1", "--json"])
 print(code, "transformers" in sys.modules)
 """
-    *told, last = start(code, cwd=tmp_path).stdout.splitlines()
+    *told, last = run_code(code, cwd=tmp_path).stdout.splitlines()
     found = json.loads("".join(told))
     assert last == "0 False" and not found["compiled"] and not found["why_not_compiled"]
 
@@ -95,5 +86,5 @@ print(*({"jax", "flax", "transformers"} & set(sys.modules)), *(getattr(lw_jax, o
 import jax
 jax.devices()
 """
-    done = start(code)
+    done = run_code(code)
     assert done.stdout.startswith(lw_jax.__version__) and done.stdout.count("<function") == 3 and done.stderr == ""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lw_jax.commands import parser
-from lw_jax.core import precision
+from lw_jax.core import config, precision
 from tests import tiny
 from tests.commands import PROJECT, QUESTION, TEXT, Done, start_several
 
@@ -35,12 +35,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def done(folder: Path) -> dict[str, Done]:
     reader = tiny.write_reader(folder / "reader", "llama")
     (folder / "notes.txt").write_text(TEXT, encoding="utf-8")
-    config = ["--config", "configs/pairs_one.py", f"--config.llms.llama.source={reader}"]
-    config += [f"--config.{key}={value}" for key, value in WIRE.items()]
-    text = ["--config", "configs/ttt/ttt_smoke.py", f"--config.data.train={tiny.write_text(folder)}"]
-    text += [f"--config.{key}={value}" for key, value in LANGUAGE.items()]
+    wire = ["--config", "configs/pairs_one.py", *config.flags(WIRE | {"llms.llama.source": reader})]
+    language = config.flags(LANGUAGE | {"data.train": tiny.write_text(folder)})
+    text = ["--config", "configs/ttt/ttt_smoke.py", *language]
     commands = {
-        "train": ["train", *config, "--workdir", "wire"],
+        "train": ["train", *wire, "--workdir", "wire"],
         "eval": ["eval", "--workdir", "wire"],
         "answer": ["answer", "--workdir", "wire", "--context", "notes.txt", *QUESTION],
         "report": ["report", "--workdir", "wire"],

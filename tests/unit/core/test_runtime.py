@@ -3,10 +3,6 @@
 import math
 import os
 import signal
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import jax
 import pytest
@@ -15,16 +11,20 @@ from jax.experimental import multihost_utils
 from lw_jax.core import processes, runtime
 from lw_jax.core.errors import UserError
 from lw_jax.planning import gpus
+from tests.commands import run_code
 
-ROOT = Path(__file__).parents[3]
+START = """
+from lw_jax.core import environment, errors
+environment.hide_idle_cuda()
+from lw_jax.core import runtime
+{before}
+errors.leave(lambda: runtime.start_devices() or 0)
+"""
 
 
 def test_platform_that_is_not_here_is_refused_by_name():
     """In a process of its own: JAX chooses its platforms once."""
-    code = "from lw_jax.core import environment as e; e.hide_idle_cuda(); from lw_jax.core import runtime, errors\n"
-    code += "errors.leave(lambda: runtime.start_devices() or 0)"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu,cuda"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    done = run_code(START.format(before=""), JAX_PLATFORMS="cpu,cuda")
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: JAX_PLATFORMS='cpu,cuda'")
@@ -41,11 +41,9 @@ xla_bridge.register_backend_factory("card", fail, priority=500, fail_quietly=Fal
 @pytest.mark.parametrize(("fails", "why"), [("", "JAX found none"), (FAILING, "no supported devices found")])
 def test_machine_for_gpus_without_one_is_refused_and_not_computed_on(fails, why):
     """As a job without GPUs, a container without the driver's library, a task whose GPU has another number."""
-    code = "from lw_jax.core import environment as e; e.hide_idle_cuda(); from lw_jax.core import runtime, errors\n"
-    code += f"runtime.has_cuda = lambda: True\n{fails}errors.leave(lambda: runtime.start_devices() or 0)"
+    code = START.format(before=f"runtime.has_cuda = lambda: True\n{fails}")
     for platforms, result in (("", 2), ("cpu", 0)):
-        environment = os.environ | {"JAX_PLATFORMS": platforms, "CUDA_VISIBLE_DEVICES": "NoDevFiles"}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+        done = run_code(code, JAX_PLATFORMS=platforms, CUDA_VISIBLE_DEVICES="NoDevFiles")
         assert done.returncode == result, done.stderr
         if result:
             (line,) = done.stderr.splitlines()
@@ -144,23 +142,22 @@ def test_compile_cache_that_cannot_be_written_is_read_without_a_warning_a_progra
 
 
 EARLY = """
-    import gc, os, signal, sys
-    from lw_jax.commands import program
+import gc, os, signal, sys
+from lw_jax.commands import program
 
-    def load(*_):
-        assert "jax" not in sys.modules, "nothing heavy comes before the handler"
-        gc.callbacks.append(lambda *_: os.kill(os.getpid(), signal.SIGTERM))  # where an exception would be lost
-        gc.collect()
-        raise AssertionError("still here")
+def load(*_):
+    assert "jax" not in sys.modules, "nothing heavy comes before the handler"
+    gc.callbacks.append(lambda *_: os.kill(os.getpid(), signal.SIGTERM))  # where an exception would be lost
+    gc.collect()
+    raise AssertionError("still here")
 
-    program.start = load
-    sys.exit(program.main(["train", "--config", "configs/smoke.py"]))
+program.start = load
+sys.exit(program.main(["train", "--config", "configs/smoke.py"]))
 """
 
 
 def test_sigterm_before_the_first_step_asks_for_a_requeue_at_once():
-    command = [sys.executable, "-c", textwrap.dedent(EARLY)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = run_code(EARLY)
     assert done.returncode == runtime.REQUEUE
     assert done.stderr.strip().startswith("stopped on request") and done.stderr.strip().count("\n") == 0
 
