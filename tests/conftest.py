@@ -77,8 +77,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ.setdefault("LW_JAX_CACHE", str(tmp_path_factory.mktemp("lw_jax_cache")))
+    os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))  # without this machine's cluster profile
+    os.environ.pop("LW_JAX_SITE", None)
 
 
 @pytest.fixture(scope="session")

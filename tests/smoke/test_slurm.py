@@ -120,8 +120,6 @@ def cluster(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("PROJECT", str(PROJECT))
     monkeypatch.setenv("READY", str(here / "ready"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(here / "no profile"))
-    monkeypatch.delenv("LW_JAX_SITE", raising=False)
     monkeypatch.chdir(folder)
     return here
 

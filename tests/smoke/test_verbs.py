@@ -50,7 +50,7 @@ def done(folder: Path) -> dict[str, Done]:
         "bench": ["bench", *text, "--parts", "step", "--repeats", "1", "--workdir", "bench"],
     }
     assert {name.split()[0] for name in commands} | {"plan", "slurm"} == set(parser.COMMANDS)
-    environ = os.environ | {"PYTHONPATH": str(PROJECT), "JAX_NUM_CPU_DEVICES": "1", "XDG_CONFIG_HOME": str(folder)}
+    environ = os.environ | {"PYTHONPATH": str(PROJECT), "JAX_NUM_CPU_DEVICES": "1"}
     return start_several(commands, cwd=folder, environ=environ)
 
 

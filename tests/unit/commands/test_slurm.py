@@ -23,9 +23,7 @@ from tests.unit.slurm.test_job import PLAN, planned, resolve
 
 @pytest.fixture
 def call(tmp_path: Path, monkeypatch):
-    """Runs the verb without a site profile of this machine; returns the targets that were planned."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
-    monkeypatch.delenv("LW_JAX_SITE", raising=False)
+    """Runs the verb; returns the targets that were planned."""
 
     def run(
         plan: StepPlan = PLAN,

@@ -98,8 +98,6 @@ def test_devices_that_report_no_memory_need_it_configured(root, monkeypatch, mak
 def test_a_job_is_written_and_what_needs_steps_is_refused(tmp_path, monkeypatch, large, capsys):
     cfg = config.build(pair_8b.get_config())
     monkeypatch.setattr(start_plan, "of_target", lambda *_, **__: large)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
-    monkeypatch.delenv("LW_JAX_SITE", raising=False)
     tiny.call("slurm", cfg, tmp_path, spec="configs/pair_8b.py", target="h100x1")
     script = (tmp_path / "job.sbatch").read_text("utf-8")
     assert "--gpus-per-node=1" in script and "--config.mesh.placement=single" in script

@@ -98,7 +98,6 @@ def test_wrong_file_is_refused_with_its_path_and_key(tmp_path: Path, text: str, 
 
 def test_profile_is_looked_for_in_order(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.delenv("LW_JAX_SITE", raising=False)
     assert cluster_profile.find_site("") == (cluster_profile.Site(), "")
     files = {name: tmp_path / name for name in ("lw_jax/site.toml", "environment.toml", "named.toml")}
     (tmp_path / "lw_jax").mkdir()

@@ -183,10 +183,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     return write_job
 
 
-def test_job_asks_for_the_measured_time_and_says_where_it_was_measured(
-    call, folder, tmp_path, capsys, monkeypatch
-) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
+def test_job_asks_for_the_measured_time_and_says_where_it_was_measured(call, folder, tmp_path, capsys) -> None:
     text = call(folder, tmp_path / "job")
     hours = 4.0 * STEPS / 3600  # 1.89 h; x 1.3 + 0.25 h = 2.7 h
     basis = f"{hours:.2f} h measured in {folder} on 3 x {KIND}: 4 s/step, x 1.3 + 0.25 h to start"
