@@ -1,8 +1,9 @@
-"""The written sbatch file from submission to end, with stand-ins for sbatch, srun and scontrol on PATH."""
+"""The written sbatch file from submission to end, with stand-ins for srun and scontrol on PATH."""
 
 import dataclasses
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -20,31 +21,10 @@ from lw_jax.planning import planner
 from lw_jax.planning.plans import StepCandidate, StepPlan
 from lw_jax.slurm import size_comparison
 from tests.commands import PROJECT
+from tests.unit.slurm.test_job_script import directives
 
 JOB_ID = "4711"
 PATIENCE = 60  # seconds until a stand-in has started: two loaded cores import JAX in a few
-
-# sbatch reads the directives up to the first command, with the quoting and comments of SLURM's own reader; it starts
-# the script in a session of its own, its output appended to the log, whose folder it does not make.
-SBATCH = """
-import json, os, shlex, subprocess, sys
-options, lines = {}, open(sys.argv[1]).read().splitlines()
-for line in lines:
-    if line and not line.startswith("#"):
-        break
-    for word in shlex.split(line[7:], comments=True) if line.startswith("#SBATCH") else ():
-        key, _, value = word.removeprefix("--").partition("=")
-        options[key] = value
-log = options["output"].replace("%%", "\\0").replace("%x", options["job-name"]).replace("%j", ID).replace("\\0", "%")
-given = {"SLURM_JOB_ID": ID, "SLURM_JOB_NUM_NODES": options["nodes"]}
-with open(log, "a") as out:
-    job = subprocess.Popen(["/bin/bash", sys.argv[1]], env={**os.environ, **given}, stdout=out, stderr=out,
-                           stdin=subprocess.DEVNULL, start_new_session=True)
-    open(HERE + "/pid", "w").write(str(job.pid))
-    record = {"options": options, "log": log, "code": job.wait()}
-json.dump(record, open(HERE + "/record.json", "w"))
-print("Submitted batch job " + ID)
-"""
 
 # srun starts one task a node, hands the signal of the time limit to the tasks and returns the highest of their codes.
 SRUN = """
@@ -109,8 +89,8 @@ def cluster(tmp_path: Path, monkeypatch) -> Path:
     programs, folder = here / "bin", here / "project folder"
     for made in (programs, folder):
         made.mkdir(parents=True)
-    for name, code in {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL}.items():
-        (programs / f"{name}.py").write_text(f"HERE, ID = {str(here)!r}, {JOB_ID!r}{code}", encoding="utf-8")
+    for name, code in {"srun": SRUN, "scontrol": SCONTROL}.items():
+        (programs / f"{name}.py").write_text(f"HERE = {str(here)!r}{code}", encoding="utf-8")
         line = f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "${{0}}.py" "$@"\n'
         (programs / name).write_text(line, encoding="utf-8")
         (programs / name).chmod(0o755)
@@ -146,12 +126,15 @@ def write(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
     return call
 
 
-def submit(file: Path) -> None:
-    subprocess.run(["sbatch", str(file)], check=True, timeout=PATIENCE, capture_output=True)
-
-
-def read(cluster: Path) -> dict:
-    return json.loads((cluster / "record.json").read_text(encoding="utf-8"))
+def submit(file: Path) -> subprocess.Popen[bytes]:
+    """Stands in for sbatch: a session of its own, output appended to the log, whose folder it does not make."""
+    options = directives(file.read_text(encoding="utf-8"))
+    marks = {"%%": "%", "%x": options["job-name"], "%j": JOB_ID}
+    log = Path(re.sub("%.", lambda mark: marks[mark[0]], options["output"]))
+    given = {"SLURM_JOB_ID": JOB_ID, "SLURM_JOB_NUM_NODES": options["nodes"]}
+    with log.open("a") as out:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+        return subprocess.Popen(["/bin/bash", str(file)], env=os.environ | given, start_new_session=True, **streams)
 
 
 def requeues(cluster: Path) -> list[str]:
@@ -166,10 +149,11 @@ def test_finished_job_has_called_training_with_the_exact_words_in_the_users_fold
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     for name in around:  # of the shell in which the file is submitted by hand
         monkeypatch.setenv(name, "7")
-    submit(write())
-    assert read(cluster)["code"] == 0 and requeues(cluster) == [] and "account" not in read(cluster)["options"]
+    file = write()
+    assert submit(file).wait(PATIENCE) == 0
+    assert requeues(cluster) == [] and "account" not in directives(file.read_text(encoding="utf-8"))
     log = cluster / "runs" / "my run" / "logs" / f"my-run-{JOB_ID}.log"
-    assert Path(read(cluster)["log"]) == log and log.read_text(encoding="utf-8") == "training 0\n"
+    assert log.read_text(encoding="utf-8") == "training 0\n"
     call = json.loads((cluster / "project folder" / "call0.json").read_text(encoding="utf-8"))
     assert call["cwd"] == str(cluster / "project folder")
     assert call["argv"] == [
@@ -188,8 +172,8 @@ def test_finished_job_has_called_training_with_the_exact_words_in_the_users_fold
 def test_time_limit_saves_and_requeues_once(cluster, write, monkeypatch, hosts: int) -> None:
     monkeypatch.setenv("MODE", "wait")
     monkeypatch.setenv("LIMIT", "1")
-    submit(write(hosts=hosts))
-    assert (cluster / "project folder" / "saved").exists() and read(cluster)["options"]["nodes"] == str(hosts)
+    assert submit(write(hosts=hosts)).wait(PATIENCE) == runtime.REQUEUE
+    assert (cluster / "project folder" / "saved").exists()
     calls = [cluster / "project folder" / f"call{rank}.json" for rank in range(hosts)]
     environs = [json.loads(file.read_text(encoding="utf-8"))["environ"] for file in calls]
     given = "0,1" if hosts > 1 else None  # or JAX would give each task of several nodes one GPU
@@ -197,7 +181,6 @@ def test_time_limit_saves_and_requeues_once(cluster, write, monkeypatch, hosts: 
         (str(rank), given) for rank in range(hosts)
     ]
     assert requeues(cluster) == [f"requeue {JOB_ID}"]
-    assert read(cluster)["code"] == runtime.REQUEUE
 
 
 @pytest.mark.slow
@@ -215,20 +198,18 @@ def test_killed_task_of_several_is_requeued_and_one_that_fails_is_not(
     cluster, write, monkeypatch, hosts: int, codes: str, code: int
 ) -> None:
     monkeypatch.setenv("MODE", codes)
-    submit(write(hosts=hosts))
-    assert read(cluster)["code"] == code
+    assert submit(write(hosts=hosts)).wait(PATIENCE) == code
     assert requeues(cluster) == ([f"requeue {JOB_ID}"] if code == runtime.REQUEUE else [])
 
 
 def test_cancelled_job_saves_but_does_not_come_back(cluster, write, monkeypatch) -> None:
     """`scancel` sends SIGTERM to the batch shell and the steps alike: the shell dies of it before it could requeue."""
     monkeypatch.setenv("MODE", "wait")
-    with subprocess.Popen(["sbatch", str(write())], stdout=subprocess.DEVNULL) as submitted:
-        wait_for(cluster / "ready0")
-        os.killpg(int((cluster / "pid").read_text(encoding="utf-8")), signal.SIGTERM)
-        wait_for(cluster / "project folder" / "saved")
-        assert submitted.wait(PATIENCE) == 0
-    assert read(cluster)["code"] == -signal.SIGTERM
+    job = submit(write())
+    wait_for(cluster / "ready0")
+    os.killpg(job.pid, signal.SIGTERM)
+    wait_for(cluster / "project folder" / "saved")
+    assert job.wait(PATIENCE) == -signal.SIGTERM
     assert requeues(cluster) == []
 
 
@@ -245,10 +226,9 @@ def test_setup_runs_before_training_and_its_failure_ends_the_job(cluster, write,
     programs = cluster / "bin"
     (programs / "python").write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "$@"\n', encoding="utf-8")
     (programs / "python").chmod(0o755)
-    submit(write(site="setup = [\"export NOTE='two words'\"]\n"))
+    assert submit(write(site="setup = [\"export NOTE='two words'\"]\n")).wait(PATIENCE) == 0
     call = cluster / "project folder" / "call0.json"
     assert json.loads(call.read_text(encoding="utf-8"))["environ"]["NOTE"] == "two words"
     call.unlink()
-    submit(write(site='setup = ["source no/such/file"]\n'))
-    assert read(cluster)["code"] == 1
+    assert submit(write(site='setup = ["source no/such/file"]\n')).wait(PATIENCE) == 1
     assert not call.exists()
