@@ -68,6 +68,12 @@ def page_of(folder: Path) -> Reader:
     return Reader(pages.render(records.read(folder)))
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A finished run, which the test may change."""
+    return write_run(tmp_path / "run")
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     return page_of(write_run(tmp_path_factory.mktemp("runs") / "mine"))
@@ -118,8 +124,8 @@ def test_control_table_shows_what_was_measured(page: Reader) -> None:
     assert "Validation examples: 23 of 29 can be used; 4 dropped" in page.text("p")
 
 
-def test_verdict_says_positions_speed_and_the_f1_of_message_and_controls(tmp_path: Path) -> None:
-    folder, told = write_run(tmp_path / "run"), evaluation()
+def test_verdict_says_positions_speed_and_the_f1_of_message_and_controls(folder: Path) -> None:
+    told = evaluation()
     told["readers"]["llama"] |= {"faster": 2.5, "timed_tokens": 211}
     told["rows"]["llama"]["latents"] |= {"first_token_seconds": 0.0417, "positions": 6.0}
     write_evaluation(folder, told)
@@ -133,8 +139,8 @@ def test_verdict_says_positions_speed_and_the_f1_of_message_and_controls(tmp_pat
     assert "1.25 times more" in slower and "2.00 times later" in slower
 
 
-def test_shares_of_a_caches_rows_stand_in_the_verdict_and_the_comparison(tmp_path: Path) -> None:
-    folder, told = write_run(tmp_path / "run"), evaluation()
+def test_shares_of_a_caches_rows_stand_in_the_verdict_and_the_comparison(folder: Path) -> None:
+    told = evaluation()
     told["readers"] = {"llama": {"upper": "text", "normalised_f1_all": None, "normalised_f1_quarter": None}}
     told["readers"]["llama"] |= {f"normalised_f1_{row}_reason": "text is no better" for row in ("all", "quarter")}
     told["readers"]["llama"] |= {"recovered_nll_quarter": 0.9632, "recovered_nll_quarter_interval": [0.952, 0.973]}
@@ -190,8 +196,7 @@ def test_hostile_text_is_shown_and_never_becomes_an_element(tmp_path: Path) -> N
         (("metrics.jsonl", "eval.json", *records.TEXTS), {"train": 5, "eval": 4}),
     ],
 )
-def test_what_is_missing_is_a_line_with_its_command(names, expected, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
+def test_what_is_missing_is_a_line_with_its_command(names, expected, folder: Path) -> None:
     for name in names:
         (folder / name).unlink()
     page = page_of(folder)
@@ -205,8 +210,7 @@ def test_what_is_missing_is_a_line_with_its_command(names, expected, tmp_path: P
         assert not {"svg", "figure", "th"} & set(page.tags), "nothing is drawn before the first step"
 
 
-def test_commands_are_those_of_the_installed_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_run(tmp_path / "run")
+def test_commands_are_those_of_the_installed_program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "PROGRAM", "lw-jax")
     (folder / "command.txt").write_text("lw-jax --config configs/smoke.py\n", "utf-8")
     told = records.read(folder)
@@ -227,8 +231,7 @@ def test_a_run_without_steps_has_no_curves_and_asks_for_no_training(tmp_path: Pa
     assert not page.faults and "training" not in page.text("p") and "step 0" not in page.text("p")
 
 
-def test_figures_that_are_no_numbers_are_counted_and_left_out(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
+def test_figures_that_are_no_numbers_are_counted_and_left_out(folder: Path) -> None:
     rows = metrics()
     rows[4] |= {"train/loss": "nan", "train/nll/qwen": "inf"}
     for row in rows:
@@ -270,8 +273,7 @@ def test_verdict_follows_the_thresholds(changes: dict[str, Any], key: str) -> No
     assert verdict.judge(between(**changes)) == key
 
 
-def test_verdicts_name_every_reader_the_worst_first(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
+def test_verdicts_name_every_reader_the_worst_first(folder: Path) -> None:
     told = evaluation()
     told["readers"]["third"] = between(gap_nll=0.01, gap_nll_interval=[-0.2, 0.3])
     write_evaluation(folder, told)
@@ -283,8 +285,7 @@ def test_verdicts_name_every_reader_the_worst_first(tmp_path: Path) -> None:
     ]
 
 
-def test_devices_are_summarised_over_all_processes(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
+def test_devices_are_summarised_over_all_processes(folder: Path) -> None:
     row = {"time": 1.0, "seconds": 1800.0, "device": "gpu0", "samples": 3, "utilisation": 0.5, "peak_bytes": 3e9}
     more = row | {"samples": 1, "utilisation": 0.9, "peak_bytes": 5e9, "limit_bytes": 8e9}
     write_lines(folder / "devices.jsonl", [row, more])
@@ -296,8 +297,7 @@ def test_devices_are_summarised_over_all_processes(tmp_path: Path) -> None:
     assert cells[cells.index("gpu1") :][:6] == ["gpu1", "0.50", "20.0", "20.0 .. 20.0", "3.0", "unknown"]
 
 
-def test_findings_are_of_the_devices_on_which_a_run_goes_on(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
+def test_findings_are_of_the_devices_on_which_a_run_goes_on(folder: Path) -> None:
     left, here = device_rows((0.0, 31, 55), (0.9, 72, 55))
     write_lines(folder / "devices.jsonl", [left | {"time": 1.0}, here | {"time": 9.0}])
     (folder / "hardware.json").write_text(json.dumps({"devices": 1, "since_time": 5.0}), "utf-8")
@@ -350,8 +350,7 @@ def test_badly_used_devices_are_named(rows: list[dict[str, Any]], found: list[st
         ("slots.json", "[[1.0, 2.0]]", "slots.json: "),
     ],
 )
-def test_damaged_file_is_named(name: str, text: str, rule: str, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
+def test_damaged_file_is_named(name: str, text: str, rule: str, folder: Path) -> None:
     (folder / name).write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=rule):
         records.read(folder)
