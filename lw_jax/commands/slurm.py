@@ -10,7 +10,6 @@ from lw_jax.commands.parser import is_list
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.planning import planner
-from lw_jax.planning.planner import inspect, resolve_target
 from lw_jax.planning.plans import Plan
 from lw_jax.slurm import job_script, past_runs, size_comparison
 from lw_jax.slurm.cluster_profile import PORTABLE, Site, find_site
@@ -85,7 +84,7 @@ def _plan_job(
     task: Loaded, measured: Path | None, *, args: argparse.Namespace, site: Site
 ) -> tuple[Plan, Record | None, Job]:
     run_folder.check_run(task.cfg, task.workdir)  # or the job would wait in the queue to be refused
-    plan = planner.plan_run(task.cfg, resolve_target(args.target or "", config=task.spec))
+    plan = planner.plan_run(task.cfg, planner.resolve_target(args.target or "", config=task.spec))
     record = past_runs.read(measured, task.cfg, plan) if measured else None
     script = PROJECT / "run.py"
     program = (str(script),) if script.is_file() else ("-m", "lw_jax.commands.program")
@@ -106,7 +105,7 @@ def _check(runs: Mapping[str, Config], *, submit: bool) -> list[str]:
     errors, warnings = [], []
     for name, cfg in runs.items():
         where = f"{name}: " if name else ""
-        for finding in inspect(cfg):
+        for finding in planner.inspect(cfg):
             (errors if finding.severity == "error" else warnings).append(f"{where}{finding.text}")
         absent = [f"{where}{finding.text}" for finding in preflight.missing_data(cfg)]
         (errors if submit else warnings).extend(absent)

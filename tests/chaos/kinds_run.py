@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import io
@@ -350,22 +351,17 @@ def _judge_restored(restored: Any, _: Path) -> str:
     return "" if all(jax.tree.leaves(equal)) else f"step {restored.step} with other values"
 
 
+_REPORT = Kind(
+    name="report",
+    write=_write_wire,
+    mutate=_mutate_folder,
+    load=lambda folder: door(["report", "--workdir", str(folder)]),
+    judge=_judge_page,
+    explicit=_explicit_folder,
+)
 KINDS = [
-    Kind(
-        name="report",
-        write=_write_wire,
-        mutate=_mutate_folder,
-        load=lambda folder: door(["report", "--workdir", str(folder)]),
-        judge=_judge_page,
-        explicit=_explicit_folder,
-    ),
-    Kind(
-        name="report-language",
-        write=_write_language,
-        mutate=_mutate_folder,
-        load=lambda folder: door(["report", "--workdir", str(folder)]),
-        judge=_judge_page,
-    ),
+    _REPORT,
+    dataclasses.replace(_REPORT, name="report-language", write=_write_language, explicit=lambda sample: {}),
     Kind(
         name="message",
         write=_write_message,

@@ -61,7 +61,7 @@ def play(tmp_path, text, codes, **environ):
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
         (programs / name).chmod(0o755)
     for name in ("started", "requeued"):
-        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / name).write_text("")
     path = f"{programs}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-c", text],
@@ -70,9 +70,8 @@ def play(tmp_path, text, codes, **environ):
         text=True,
         check=False,
     )
-    read = {name: (tmp_path / name).read_text().splitlines() if (tmp_path / name).exists() else [] for name in
-            ("started", "requeued")}  # fmt: skip
-    return done.returncode, read["started"], read["requeued"], done.stderr
+    started, requeued = ((tmp_path / name).read_text().splitlines() for name in ("started", "requeued"))
+    return done.returncode, started, requeued, done.stderr
 
 
 @pytest.mark.parametrize("kind", ("array", "sequence"))
