@@ -1,7 +1,5 @@
 """wires/pair, the wire in the repository: whole, small, and of no machine's paths. Its answers need its readers."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -9,8 +7,9 @@ from lw_jax.recipes.cache_wire import CacheWire
 from lw_jax.training import wire_folder, wire_tensors
 from sharding import place
 from tests import tiny
+from tests.commands import PROJECT
 
-FOLDER = Path(__file__).resolve().parents[2] / "wires" / "pair"
+FOLDER = PROJECT / "wires" / "pair"
 MOST = 32e6  # bytes
 
 

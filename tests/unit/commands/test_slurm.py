@@ -18,6 +18,7 @@ from lw_jax.planning.plans import StepPlan
 from lw_jax.slurm import size_comparison
 from lw_jax.training import run_folder
 from tests import tiny
+from tests.commands import PROJECT
 from tests.unit.slurm.test_job import PLAN, planned, resolve
 
 
@@ -142,7 +143,7 @@ def test_jobs_are_planned_for_other_machines_wherever_they_are_written(monkeypat
     ],
 )
 def test_what_one_process_fills_is_refused_for_several_nodes(file, changes, rule) -> None:
-    values = config_file.load(f"configs/{file}.py", root=Path(run.__file__).parent)
+    values = config_file.load(f"configs/{file}.py", root=PROJECT)
     config_file.override(values, changes)
     cfg = config.build(values)
     with pytest.raises(UserError, match=rule):

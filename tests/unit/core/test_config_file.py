@@ -6,8 +6,7 @@ import pytest
 from configs import base
 from lw_jax.core import command_line, config_file
 from lw_jax.core.errors import UserError
-
-PROJECT = Path(__file__).resolve().parents[3]
+from tests.commands import PROJECT
 
 
 def _write(folder: Path, text: str) -> str:

@@ -1,14 +1,11 @@
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import run
 from lw_jax.core.errors import LONGEST, UserError
-
-ROOT = Path(run.__file__).parent
+from tests.commands import PROJECT
 
 
 @pytest.mark.parametrize(
@@ -32,6 +29,6 @@ def test_long_value_loses_its_middle_and_neither_its_name_nor_the_remedy() -> No
 def test_standard_streams_that_are_closed_take_what_is_printed() -> None:
     command = [sys.executable, "run.py", "show", "--config", "configs/smoke.py"]
     done = subprocess.run(
-        ["sh", "-c", f"{shlex.join(command)} >&-"], stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False
+        ["sh", "-c", f"{shlex.join(command)} >&-"], stderr=subprocess.PIPE, text=True, cwd=PROJECT, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")

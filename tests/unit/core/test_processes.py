@@ -3,9 +3,11 @@
 import contextlib
 import dataclasses
 import json
+import queue
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -18,34 +20,6 @@ from lw_jax.core.launcher import Step
 from lw_jax.core.peers import Watch
 
 
-class Client:
-    """JAX's key-value store, in this process."""
-
-    def __init__(self):
-        self.values: dict[str, str] = {}
-
-    def key_value_set(self, key: str, value: str) -> None:
-        self.values[key] = value
-
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        until = time.monotonic() + timeout_in_ms / 1000
-        while key not in self.values and time.monotonic() < until:
-            time.sleep(0.001)
-        return self.values[key]
-
-
-class Ended:
-    """Takes what a watch ends its process with."""
-
-    def __init__(self):
-        self.said: list[tuple[str, int]] = []
-        self.event = threading.Event()
-
-    def __call__(self, told: str, code: int) -> None:
-        self.said.append((told, code))
-        self.event.set()
-
-
 def steps(count: int) -> list[Step]:
     """The processes of a step on this machine."""
     with socket.create_server(("", 0)) as probe:
@@ -53,12 +27,24 @@ def steps(count: int) -> list[Step]:
     return [Step(rank, count, "localhost", port, (rank,), "7.0") for rank in range(count)]
 
 
+def watch_of(step: Step) -> tuple[Watch, queue.SimpleQueue]:
+    """A process's watch, and what it ends its process with: messages and codes."""
+    ended = queue.SimpleQueue()
+    return Watch(step, end=lambda message, code: ended.put((message, code))), ended
+
+
+def wait_for_end(ended: queue.SimpleQueue) -> tuple[str, int]:
+    told = ended.get(timeout=10)
+    assert ended.empty(), "a process ends once"
+    return told
+
+
 @pytest.fixture
-def three(monkeypatch) -> list[tuple[Watch, Ended]]:
+def three(monkeypatch) -> list[tuple[Watch, queue.SimpleQueue]]:
     """The watches of three processes, connected; the first one comes last, after a stranger's knock."""
     monkeypatch.setattr(peers, "GRACE", 0.05)
     monkeypatch.setattr(peers, "NEWS", 0.2)
-    found = [(Watch(step, end=(ended := Ended())), ended) for step in steps(3)]
+    found = [watch_of(step) for step in steps(3)]
     meeting = [threading.Thread(target=watch.meet, args=(30,)) for watch, _ in found]
     for thread in meeting[1:]:
         thread.start()
@@ -73,13 +59,13 @@ def three(monkeypatch) -> list[tuple[Watch, Ended]]:
 
 def test_stranger_at_the_port_is_no_process():
     first, second = steps(2)
-    watch = Watch(first, end=Ended())
+    watch, _ = watch_of(first)
     meeting = threading.Thread(target=watch.meet, args=(30,))
     meeting.start()
     other = dataclasses.replace(second, name="8.0")
     with pytest.raises(UserError, match="not process 0 of this step"):
-        Watch(other, end=Ended()).meet(3)
-    Watch(second, end=Ended()).meet(30)
+        watch_of(other)[0].meet(3)
+    watch_of(second)[0].meet(30)
     meeting.join(30)
     assert sorted(watch._links) == [1]
 
@@ -96,9 +82,7 @@ def die(watch: Watch) -> None:
 def test_death_of_any_process_ends_the_others_for_the_queue(three, dead):
     die(three[dead][0])
     for rank in {0, 1, 2} - {dead}:
-        ended = three[rank][1]
-        assert ended.event.wait(10)
-        ((told, code),) = ended.said
+        told, code = wait_for_end(three[rank][1])
         assert code == process_start.REQUEUE
         assert told.startswith(f"process {dead} of 3 is gone") and "\n" not in told
 
@@ -110,26 +94,25 @@ def test_processes_that_say_goodbye_end_nobody(three):
     for watch, _ in reversed(three):
         die(watch)
     time.sleep(0.1)
-    assert [ended.said for _, ended in three] == [[], [], []]
+    assert all(ended.empty() for _, ended in three)
 
 
 def test_error_of_one_ends_the_others_with_its_code_after_a_grace(three):
     three[1][0].leave(2)
     for rank in (0, 2):
-        assert three[rank][1].event.wait(10)
-        ((told, code),) = three[rank][1].said
+        told, code = wait_for_end(three[rank][1])
         assert code == 2 and told.startswith("process 1 of 3 has ended with code 2")
 
 
 def test_error_of_its_own_ends_a_process_with_its_own_code_when_the_first_is_gone(three):
     three[1][0].leave(2)
     die(three[0][0])
-    assert three[1][1].event.wait(10)
-    assert three[1][1].said == [("", 2)]
+    assert wait_for_end(three[1][1]) == ("", 2)
 
 
 def test_what_the_first_process_finds_holds_for_all(monkeypatch):
-    client = Client()
+    store: dict[str, str] = {}
+    client = SimpleNamespace(key_value_set=store.__setitem__, blocking_key_value_get=lambda key, _: store[key])
     monkeypatch.setattr(processes, "_client", lambda: client)
     monkeypatch.setattr(processes, "_numbers", iter([0, 1, 0, 1]))
 
@@ -143,7 +126,7 @@ def test_what_the_first_process_finds_holds_for_all(monkeypatch):
     assert processes.from_first(lambda: {"step": 51}) == {"step": 50}
     with pytest.raises(UserError, match="all are damaged"):
         processes.from_first(lambda: None)
-    assert json.loads(client.values["latentwire/decision/0"]) == {"value": {"step": 50}}
+    assert json.loads(store["latentwire/decision/0"]) == {"value": {"step": 50}}
 
 
 def test_more_bytes_than_a_piece_are_gathered_in_pieces_whatever_each_process_has(monkeypatch):

@@ -4,7 +4,6 @@ import dataclasses
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +15,9 @@ from lw_jax.core.runtime import REQUEUE
 from lw_jax.planning import planner
 from lw_jax.slurm import job_script
 from lw_jax.slurm.cluster_profile import Site
+from tests.commands import PROJECT
 from tests.unit.slurm.test_job import change, planned
 
-ROOT = Path(__file__).resolve().parents[3]
 SITE = Site(partition="gpu", modules=("cuda/12.4",), cpus_per_gpu=3)
 NAMES = ("small one", "middle", "large")
 
@@ -134,8 +133,8 @@ def test_tasks_on_different_machines_are_no_one_job(tmp_path):
 
 @pytest.mark.parametrize(("name", "count"), [("all", 6), ("small", 2), ("medium", 3)])
 def test_lists_of_the_project_name_configurations_that_exist(name, count):
-    found = config_file.read_list(f"configs/dpo/{name}.list", root=ROOT)
-    assert len(found) == count and all((ROOT / file).is_file() for file in found)
+    found = config_file.read_list(f"configs/dpo/{name}.list", root=PROJECT)
+    assert len(found) == count and all((PROJECT / file).is_file() for file in found)
 
 
 @pytest.mark.parametrize(
@@ -151,12 +150,12 @@ def test_unusable_lists_are_refused(tmp_path, text, told):
     if text is not None:
         (tmp_path / "x.list").write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=told):
-        config_file.read_list(str(tmp_path / "x.list"), root=ROOT)
+        config_file.read_list(str(tmp_path / "x.list"), root=PROJECT)
 
 
 def test_configurations_that_would_share_a_folder_are_refused(tmp_path):
     for folder in ("a", "b"):
-        shutil.copytree(ROOT / "configs", tmp_path / folder / "configs", ignore=shutil.ignore_patterns("dpo", "ttt"))
+        shutil.copytree(PROJECT / "configs", tmp_path / folder / "configs", ignore=shutil.ignore_patterns("dpo", "ttt"))
     names = [str(tmp_path / folder / "configs" / "smoke.py") for folder in ("a", "b")]
     (tmp_path / "x.list").write_text("\n".join(names))
     args = parser.parse(["slurm", "--config", str(tmp_path / "x.list")])
