@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -56,24 +57,16 @@ def test_64_bit_numbers_are_refused_before_a_program_meets_them():
     runtime.start_devices()
 
 
-class Device:
-    """What a GPU's runtime reports."""
-
-    platform, device_kind, compute_capability = "gpu", "NVIDIA Something", "9.0"
-
-    def __init__(self, limit):
-        self.limit = limit
-
-    def memory_stats(self):
-        return {"bytes_limit": self.limit} if self.limit else None
-
-
 def test_memory_is_the_smallest_card_whole_not_the_share_that_the_allocator_reports(monkeypatch):
     assert runtime.device_memory() is None, "CPUs tell none"
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
-    for limits, memory in (((40e9, 60e9), int(80e9)), ((40e9, 0), None)):
-        monkeypatch.setattr(jax, "local_devices", lambda limits=limits: [Device(limit) for limit in limits])
+    large, small, untold = (
+        SimpleNamespace(memory_stats=lambda stats=stats: stats)
+        for stats in ({"bytes_limit": 60e9}, {"bytes_limit": 40e9}, None)
+    )
+    for devices, memory in (([small, large], int(80e9)), ([small, untold], None)):
+        monkeypatch.setattr(jax, "local_devices", lambda devices=devices: devices)
         assert runtime.device_memory() == memory
 
 
