@@ -160,12 +160,10 @@ def flags(values: Mapping[str, Any]) -> list[str]:
 
 
 def diff(old: Values, new: Values) -> list[str]:
-    a, b = flatten(old), flatten(new)
-    return [
-        f"{path}: {_shown(a, path)} -> {_shown(b, path)}"
-        for path in sorted(a.keys() | b.keys())
-        if _shown(a, path) != _shown(b, path)
-    ]
+    before, after = ({path: repr(value) for path, value in flatten(values).items()} for values in (old, new))
+    absent, paths = "(absent)", sorted(before.keys() | after.keys())
+    changes = [(path, before.get(path, absent), after.get(path, absent)) for path in paths]
+    return [f"{path}: {one} -> {other}" for path, one, other in changes if one != other]
 
 
 def meaning(cfg: Config) -> dict[str, Any]:
@@ -207,10 +205,6 @@ def tasks(cfg: Config) -> list[str]:
     """Returns the tasks of a wire's stages, those first that weigh most in the last one."""
     parts, last = stages(cfg), stages(cfg)[-1][1].tasks
     return sorted({task: None for _, stage, _ in parts for task in stage.tasks}, key=lambda task: -last.get(task, 0.0))
-
-
-def _shown(flat: Mapping[str, Any], path: str) -> str:
-    return repr(flat[path]) if path in flat else "(absent)"
 
 
 def _build(cls: type, values: Any, path: str) -> Any:
