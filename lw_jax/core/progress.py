@@ -88,9 +88,8 @@ class Live:
         if self._view is not None:
             self._view.update(self._steps, completed=step)
 
-    def update(self, step: int, text_fields: dict[str, str], seconds_left: float) -> None:
+    def update(self, step: int, texts: list[str], seconds_left: float) -> None:
         """Shows a report: the texts in their order, and the time left (NaN: not known yet)."""
-        texts = list(text_fields.values())
         self.advance(step)
         if self._view is not None:
             self._view.texts, self._view.ends = texts, time.monotonic() + seconds_left

@@ -114,5 +114,5 @@ class Reporter:
                 "train/samples_per_second": rate,
                 f"train/{unit}_per_second": rate * per_example,
             }
-        self._live.update(step, fields, left)
+        self._live.update(step, list(fields.values()), left)
         self.log(step, row | {"examples": step * self._train.global_batch, **self._sampler.scalars()})

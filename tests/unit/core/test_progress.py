@@ -15,7 +15,7 @@ from lw_jax.core import progress as live_module
 from lw_jax.core.errors import UserError
 from lw_jax.core.progress import Live
 
-FIELDS = {"loss": "loss 2.125", "pace": "0.42 s/step"}
+TEXTS = ["loss 2.125", "0.42 s/step"]
 
 
 class Terminal:
@@ -59,8 +59,8 @@ def test_plain_lines_are_the_trainers(capsys):
     with Live(60, 20) as live:
         live.show_line("first step in 3s")
         live.advance(21)
-        live.update(21, FIELDS, math.nan)
-        live.update(30, FIELDS, 200.0)
+        live.update(21, TEXTS, math.nan)
+        live.update(30, TEXTS, 200.0)
     assert capsys.readouterr().out == (
         "first step in 3s\n"
         "step 21/60  loss 2.125  0.42 s/step  left -\n"
@@ -73,7 +73,7 @@ def test_process_that_is_not_the_first_shows_nothing(terminal, hurried, monkeypa
     with terminal, contextlib.redirect_stderr(terminal.stream):
         with Live(60, enabled=False, devices=lambda: ["61 GB"]) as live:
             live.show_line("first step in 3s")
-            live.update(30, FIELDS, 200.0)
+            live.update(30, TEXTS, 200.0)
         with live_module.phase("reading texts", 4):
             time.sleep(0.05)
     assert terminal.sent == ""
@@ -82,14 +82,14 @@ def test_process_that_is_not_the_first_shows_nothing(terminal, hurried, monkeypa
 def test_terminal_is_refreshed_in_place_and_lines_stand_above(terminal, hurried, capsys):
     long = "[bold]checkpoint[/] :smile: " + "x" * 120
     with terminal, Live(60, devices=lambda: ["61.0 of 80.0 GB"]) as live:
-        live.update(1, FIELDS, math.nan)
+        live.update(1, TEXTS, math.nan)
         live.show_line(long)
         print("printed by another module")
         print("warning", file=sys.stderr)
         with live_module.phase("validation", 4) as done:
             done.advance()
             time.sleep(0.6)
-        live.update(3, {"loss": "loss 1.5"}, 7500.0)
+        live.update(3, ["loss 1.5"], 7500.0)
         live.advance(4)
     assert terminal.sent.count(ERASE) > 3, "in place of the one before"
     sent = CODES.sub("", terminal.sent.replace(ERASE, "\n"))
@@ -105,7 +105,7 @@ def test_terminal_is_refreshed_in_place_and_lines_stand_above(terminal, hurried,
 def test_terminal_without_a_movable_cursor_gets_plain_lines(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     with terminal, Live(60) as live:
-        live.update(30, FIELDS, 200.0)
+        live.update(30, TEXTS, 200.0)
     assert terminal.sent.replace("\r", "") == "step 30/60  loss 2.125  0.42 s/step  left 3m 20s\n"
 
 
