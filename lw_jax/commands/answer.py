@@ -35,13 +35,12 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
     _check_message(cfg, args, message)
     answering.check_questions(questions, name="--question")
     if args.write not in (None, "-"):
-        if Path(args.write).is_dir():
+        file = Path(args.write)
+        if file.is_dir():
             raise UserError(f"--write {args.write}: a folder; name a file in it")
-        if any(
-            Path(args.write).resolve() == Path(source).resolve() for source in (args.context, args.message) if source
-        ):
+        if file.resolve() == Path(args.context or args.message).resolve():
             raise UserError(f"--write {args.write}: what is read from there would be lost; name another file")
-        check_writable(Path(args.write).absolute().parent, remedy="choose another file for --write")
+        check_writable(file.absolute().parent, remedy="choose another file for --write")
     runtime.tell_device()
     with contextlib.redirect_stdout(sys.stderr if args.write == "-" else sys.stdout):
         wire = trained_wire.open_wire(cfg, loaded.workdir, args.reader or ())
