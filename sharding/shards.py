@@ -98,13 +98,12 @@ def by_rows(mesh: Mesh) -> Callable[[Callable], Callable]:
     Inside `Shards.map` it runs on the rows of all shards.
     """
 
-    def split(function: Callable) -> Callable:
-        spec = PartitionSpec("data")
-        return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    spec = PartitionSpec("data")
 
     def local(function: Callable) -> Callable:
+        split = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         if not _in_shard.get():
-            return split(function)
+            return split
         run = jax.custom_batching.custom_vmap(function)
 
         @run.def_vmap
@@ -113,7 +112,7 @@ def by_rows(mesh: Mesh) -> Callable[[Callable], Callable]:
                 x = x if is_mapped else jnp.broadcast_to(x, (count, *x.shape))
                 return x.reshape(-1, *x.shape[2:])
 
-            out = split(function)(*jax.tree.map(join, operands, tuple(mapped)))
+            out = split(*jax.tree.map(join, operands, tuple(mapped)))
             return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), out), jax.tree.map(lambda _: True, out)
 
         return run
