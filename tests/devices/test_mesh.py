@@ -1,7 +1,5 @@
 """sharding/mesh.py: every number of devices gets a mesh, or a refusal that names the legal ones."""
 
-import types
-
 import jax
 import pytest
 from jax.sharding import AxisType
@@ -48,9 +46,15 @@ def test_impossible_mesh_is_refused_with_the_legal_choices(count, axes, words):
         sizes(count, **axes)
 
 
-def foreign(process_of: list[int]) -> list[types.SimpleNamespace]:
-    """Stands in for devices of several processes, which one test process cannot have."""
-    return [types.SimpleNamespace(process_index=process, id=i) for i, process in enumerate(process_of)]
+class Gpu:
+    """A stand-in for a GPU of one of several nodes: XLA takes each node for a slice, and numbers GPUs as it likes."""
+
+    def __init__(self, number):
+        self.process_index = self.slice_index = number // 2
+        self.id, self.platform, self.device_kind = 3 - number, "gpu", "a card"
+
+
+TWO_NODES = [Gpu(number) for number in range(4)]  # which one test process cannot have
 
 
 @pytest.mark.parametrize(
@@ -62,19 +66,10 @@ def foreign(process_of: list[int]) -> list[types.SimpleNamespace]:
 )
 def test_mesh_that_processes_cannot_share_is_refused(axes, words):
     with pytest.raises(PlacementError, match=words):
-        meshes.make(devices=foreign([0, 0, 1, 1]), **axes)
-
-
-class Gpu:
-    """A stand-in for a GPU of one of several nodes: XLA takes each node for a slice, and numbers GPUs as it likes."""
-
-    def __init__(self, number):
-        self.process_index = self.slice_index = number // 2
-        self.id, self.platform, self.device_kind = 3 - number, "gpu", "a card"
+        meshes.make(devices=TWO_NODES, **axes)
 
 
 def test_gpus_of_several_nodes_form_a_mesh_in_the_order_of_processes():
-    devices = [Gpu(number) for number in range(4)]
-    mesh = meshes.make(model=2, devices=devices)
-    assert mesh.devices.tolist() == [devices[:2], devices[2:]], "the model axis stays inside a node"
+    mesh = meshes.make(model=2, devices=TWO_NODES)
+    assert mesh.devices.tolist() == [TWO_NODES[:2], TWO_NODES[2:]], "the model axis stays inside a node"
     assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)

@@ -11,12 +11,6 @@ from sharding import place, rules
 from sharding.errors import PlacementError
 from sharding.tables import TRAINABLE
 
-COUNTS = [1, 2, 4, 8]
-
-
-def mesh_of(data: int, model: int = 1) -> jax.sharding.Mesh:
-    return meshes.make(data=data, model=model, devices=jax.devices()[: data * model])
-
 
 def make_batch(size: int) -> dict:
     ids = np.arange(size * 5, dtype=np.int32).reshape(size, 5)
@@ -77,7 +71,7 @@ def test_devices_are_used_as_long_as_they_make_the_largest_share_smaller(batch, 
 @pytest.mark.parametrize(("data", "steps"), [(1, 3), (4, 1), (8, 3)])
 def test_every_example_arrives_once_with_its_own_row_on_every_mesh(data, steps):
     batch = make_batch(24)
-    placed = place.put_batch(batch, mesh_of(data), accumulation=steps)
+    placed = place.put_batch(batch, meshes.make(data=data), accumulation=steps)
     assert placed["source"]["ids"].shape == (steps, 24 // steps, 5)
     assert placed["source"]["ids"].sharding.spec == P(None, "data")
     for leaf in jax.tree.leaves(placed):
@@ -89,7 +83,7 @@ def test_every_example_arrives_once_with_its_own_row_on_every_mesh(data, steps):
 
 
 def test_batch_is_whole_along_the_model_axis():
-    placed = place.put_batch(make_batch(8), mesh_of(2, 4), accumulation=2)
+    placed = place.put_batch(make_batch(8), meshes.make(data=2, model=4), accumulation=2)
     assert placed["index"].sharding.shard_shape((2, 4)) == (2, 2)
     assert len(placed["index"].sharding.device_set) == 8
 
@@ -98,12 +92,14 @@ def test_device_bytes_counts_the_share_of_one_device():
     tree = {"w": jax.ShapeDtypeStruct((16, 3), jnp.bfloat16), "b": jax.ShapeDtypeStruct((5,), jnp.float32)}
     table = [("w", P("data")), ("b", P())]
 
-    def abstract(table, mesh):
-        placed = rules.shardings(table, tree, mesh, name="t")
-        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, placed)
+    def bytes_of(table, data):
+        placed = rules.shardings(table, tree, meshes.make(data=data), name="t")
+        return place.device_bytes(place.place_shapes(tree, placed))
 
-    for data in COUNTS:
-        assert place.device_bytes(abstract(table, mesh_of(data))) == 16 * 3 * 2 // data + 5 * 4
-        assert place.device_bytes(abstract(TRAINABLE, mesh_of(data))) == 16 * 3 * 2 + 5 * 4
+    for data in (1, 2, 4, 8):
+        assert bytes_of(table, data) == 16 * 3 * 2 // data + 5 * 4
+        assert bytes_of(TRAINABLE, data) == 16 * 3 * 2 + 5 * 4
     assert place.device_bytes(tree) == 16 * 3 * 2 + 5 * 4
-    assert place.device_bytes(place.put_eval(make_batch(16), mesh_of(4))) == (16 * 5 * 4 + 16 * 5 + 16 * 4) // 4
+    assert (
+        place.device_bytes(place.put_eval(make_batch(16), meshes.make(data=4))) == (16 * 5 * 4 + 16 * 5 + 16 * 4) // 4
+    )

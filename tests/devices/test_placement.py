@@ -6,7 +6,7 @@ import pytest
 from sharding import placement
 from sharding.errors import PlacementError
 from sharding.placement import STRATEGIES, Placement
-from tests.devices.test_mesh import foreign
+from tests.devices.test_mesh import TWO_NODES
 
 PAIR = {"llama": 16, "qwen": 15}  # bytes; llama is the larger
 TRIO = {"llama": 16, "qwen": 15, "other": 3}
@@ -121,4 +121,4 @@ def test_impossible_wish_is_refused_by_name(strategy, count, readers, axes, word
 @pytest.mark.parametrize("strategy", ["split", "hybrid3", "hybrid4"])
 def test_readers_apart_over_several_processes_are_refused(strategy):
     with pytest.raises(PlacementError, match=rf"'{strategy}' over several processes.*use replicate, fsdp or tensor"):
-        placement.place(strategy, PAIR, devices=foreign([0, 0, 1, 1]))
+        placement.place(strategy, PAIR, devices=TWO_NODES)

@@ -37,10 +37,6 @@ FAMILIES = {
 }
 
 
-def mesh_of(data: int, model: int) -> jax.sharding.Mesh:
-    return meshes.make(data=data, model=model, devices=jax.devices()[: data * model])
-
-
 def specs(tree: dict) -> dict:
     return {rules.path_of(path): leaf.spec for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
@@ -89,13 +85,13 @@ def test_table_that_leaves_a_leaf_out_or_has_a_row_for_none_is_refused(tree, tab
 def test_spec_that_does_not_go_with_a_shape_or_the_mesh_is_refused(axes, shape, spec, words):
     tree = {"llms": {"k": jax.ShapeDtypeStruct(shape, np.float32)}}
     with pytest.raises(PlacementError, match=re.escape(words)):
-        rules.shardings([(".*", spec)], tree, mesh_of(*axes), name="t")
+        rules.shardings([(".*", spec)], tree, meshes.make(data=axes[0], model=axes[1]), name="t")
 
 
 def test_declared_specs_are_tried_in_their_order():
     tree = {"a": np.zeros((4, 6)), "b": np.zeros((3, 6)), "c": np.zeros((3, 5))}
     table = [(".*", (P("model"), P(None, "model"), P()))]
-    assert specs(rules.shardings(table, tree, mesh_of(1, 2), name="t")) == {
+    assert specs(rules.shardings(table, tree, meshes.make(data=1, model=2), name="t")) == {
         "a": P("model"),
         "b": P(None, "model"),
         "c": P(),
@@ -107,7 +103,7 @@ def test_declared_specs_are_tried_in_their_order():
 @pytest.mark.parametrize("prefix", [False, True])
 def test_reader_tables_are_total_and_live_for_every_family(family, placement, prefix):
     tree = {"mine": FAMILIES[family]} if prefix else FAMILIES[family]
-    mesh = mesh_of(2, 2) if placement == "tensor" else mesh_of(4, 1)
+    mesh = meshes.make(data=2, model=2) if placement == "tensor" else meshes.make(data=4)
     placed = rules.shardings(reader_table(placement), tree, mesh, name=placement)
     for path, spec in specs(placed).items():
         split = any(axis is not None for axis in spec)
@@ -118,7 +114,7 @@ def test_reader_tables_are_total_and_live_for_every_family(family, placement, pr
 
 def test_tensor_table_keeps_heads_whole_that_do_not_divide_but_splits_the_mlp():
     tree = reader(tied=True, qkv_bias=True, heads=7, kv_heads=1, vocab=29)
-    placed = specs(rules.shardings(reader_table("tensor"), tree, mesh_of(1, 2), name="t"))
+    placed = specs(rules.shardings(reader_table("tensor"), tree, meshes.make(data=1, model=2), name="t"))
     assert placed["layers/q"] == placed["layers/o"] == placed["layers/k"] == placed["layers/q_bias"] == P()
     assert placed["layers/up"] == P(None, "model")
     assert placed["embed"] == P(None, "model")
