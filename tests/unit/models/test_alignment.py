@@ -23,7 +23,10 @@ def tables():
     return table, wanted, rng.permutation(501).astype(np.int32)
 
 
-def read(table, kernel, directions):
+def read(table, target, pieces):
+    """What the map to a target gives for each row of the table."""
+    directions = alignment.principal_directions(jnp.asarray(table), 22)
+    kernel = alignment.linear_map(jnp.asarray(table), directions, jnp.asarray(target), jnp.asarray(pieces))
     unit = table / np.sqrt((table**2).mean(axis=1, keepdims=True))
     latents = unit @ np.asarray(directions)
     return latents / np.sqrt((latents**2).mean(axis=1, keepdims=True)) @ np.asarray(kernel)
@@ -43,15 +46,11 @@ def test_map_recovers_the_other_vocabulary_through_the_token_strings(tables):
     target[place] = wanted
     pieces = np.full((501, 4), -1, np.int32)
     pieces[:, 0] = place
-    directions = alignment.principal_directions(jnp.asarray(table), 22)
-    kernel = alignment.linear_map(jnp.asarray(table), directions, jnp.asarray(target), jnp.asarray(pieces))
-    out = read(table, kernel, directions)
+    out = read(table, target, pieces)
     assert np.corrcoef(out.ravel(), wanted.ravel())[0, 1] > EXACT
     assert abs(np.sqrt((out**2).mean()) - 1) < 0.01, "outputs start at unit RMS; the adapter's gain sets the size"
-    unrelated = alignment.linear_map(
-        jnp.asarray(table), directions, jnp.asarray(target), jnp.asarray(np.roll(pieces, 1, axis=0))
-    )
-    assert np.corrcoef(read(table, unrelated, directions).ravel(), wanted.ravel())[0, 1] < 0.5
+    unrelated = read(table, target, np.roll(pieces, 1, axis=0))
+    assert np.corrcoef(unrelated.ravel(), wanted.ravel())[0, 1] < 0.5
 
 
 def test_a_string_of_several_pieces_counts_as_their_mean_and_one_of_none_not_at_all(tables):
@@ -63,10 +62,7 @@ def test_a_string_of_several_pieces_counts_as_their_mean_and_one_of_none_not_at_
     spoiled = wanted + noise
     spoiled[::7] += 1000.0
     target = np.concatenate([spoiled, wanted - noise])  # the noise cancels in the mean alone
-    directions = alignment.principal_directions(jnp.asarray(table), 22)
-    kernel = alignment.linear_map(jnp.asarray(table), directions, jnp.asarray(target), jnp.asarray(pieces))
-    out = read(table, kernel, directions)
-    assert np.corrcoef(out.ravel(), wanted.ravel())[0, 1] > EXACT
+    assert np.corrcoef(read(table, target, pieces).ravel(), wanted.ravel())[0, 1] > EXACT
 
 
 def shape(*sizes, dtype=jnp.float32):
