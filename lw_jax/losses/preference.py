@@ -10,8 +10,8 @@ one's log-ratio less the rejected one's. Values and gradients are those of TRL 1
 `bco_pair` is that of TRL 1: no running mean of the rewards is subtracted, as it was in 0.19.
 """
 
-import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,7 @@ from jaxtyping import Array, Float
 Each = Float[Array, " b"]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LogProbs:
+class LogProbs(NamedTuple):
     """Log-probabilities of a batch of pairs, summed over completion tokens, and token counts."""
 
     chosen: Each

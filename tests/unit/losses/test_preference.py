@@ -1,6 +1,5 @@
 """Preference losses against vectors that TRL's own trainer made (tests/reference), and what is known without it."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -43,7 +42,7 @@ def differentiate(logps, each_of):
     """Returns the losses of each pair, and the gradients of their sum by chosen and rejected log-probabilities."""
 
     def total(chosen, rejected):
-        each = each_of(dataclasses.replace(logps, chosen=chosen, rejected=rejected))
+        each = each_of(logps._replace(chosen=chosen, rejected=rejected))
         return each.sum(), each
 
     graded = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
