@@ -93,86 +93,78 @@ _read.defvjp(_forward, _backward)
 
 def _call(launch: Callable[..., Any], factors: str, local: Local, *operands: Any) -> tuple[jax.Array, ...]:
     """Launches a kernel on each device's own rows."""
-    ways = {"cpu": launch(factors, interpret=True), "cuda": launch(factors, interpret=False)}
+    run = functools.partial(launch, factors)
+    ways = {"cpu": functools.partial(run, interpret=True), "cuda": functools.partial(run, interpret=False)}
     return local(functools.partial(jax.lax.platform_dependent, **ways))(*operands)
 
 
-def _launch_forward(
-    factors: str, *, interpret: bool, saved: bool = False
-) -> Callable[[Operands], tuple[jax.Array, ...]]:
-    """Returns the pass forward: the outputs [b t h e] and, if saved, each chunk's weights [b h n e e] and [b h n e]."""
+def _launch_forward(factors: str, operands: Operands, *, interpret: bool, saved: bool = False) -> tuple[jax.Array, ...]:
+    """Returns the outputs [b t h e] and, if saved, each chunk's weights [b h n e e] and [b h n e]."""
+    chunk = operands.token.shape[2]
+    count = operands.q.shape[1] // chunk
+    shapes = [jax.ShapeDtypeStruct(operands.q.shape, jnp.float32)]
+    if saved:
+        shapes += [jax.ShapeDtypeStruct((*x.shape[:2], count, *x.shape[2:]), jnp.float32) for x in operands[4:6]]
 
-    def launch(operands: Operands) -> tuple[jax.Array, ...]:
-        chunk = operands.token.shape[2]
-        count = operands.q.shape[1] // chunk
-        shapes = [jax.ShapeDtypeStruct(operands.q.shape, jnp.float32)]
-        if saved:
-            shapes += [jax.ShapeDtypeStruct((*x.shape[:2], count, *x.shape[2:]), jnp.float32) for x in operands[4:6]]
+    def kernel(*refs: Any) -> None:
+        inputs, (out, *before) = Operands(*refs[:9]), refs[9:]
+        model = (inputs.token[...], inputs.token[chunk - 1], inputs.scale[...], inputs.offset[...])
+        read: Any = functools.partial(_read_chunk, functools.partial(multiply, factors=factors))
 
-        def kernel(*refs: Any) -> None:
-            inputs, (out, *before) = Operands(*refs[:9]), refs[9:]
-            model = (inputs.token[...], inputs.token[chunk - 1], inputs.scale[...], inputs.offset[...])
-            read: Any = functools.partial(_read_chunk, functools.partial(multiply, factors=factors))
+        def body(number: jax.Array, weights: Weights) -> Weights:
+            for ref, value in zip(before, weights, strict=False):
+                ref[number] = value
+            tokens = pl.ds(number * chunk, chunk)
+            out[tokens], after = read(*(ref[tokens] for ref in inputs[:4]), *weights, *model)
+            return after
 
-            def body(number: jax.Array, weights: Weights) -> Weights:
-                for ref, value in zip(before, weights, strict=False):
-                    ref[number] = value
-                tokens = pl.ds(number * chunk, chunk)
-                out[tokens], after = read(*(ref[tokens] for ref in inputs[:4]), *weights, *model)
-                return after
+        jax.lax.fori_loop(0, count, body, (inputs.w[...], inputs.b[...]))
 
-            jax.lax.fori_loop(0, count, body, (inputs.w[...], inputs.b[...]))
-
-        specs = [_of_text(shapes[0]), *map(_of_head, shapes[1:])]
-        call = _pallas(kernel, "ttt_forward", operands, shapes, specs, factors=factors, interpret=interpret)
-        return call(*operands)
-
-    return launch
+    specs = [_of_text(shapes[0]), *map(_of_head, shapes[1:])]
+    call = _pallas(kernel, "ttt_forward", operands, shapes, specs, factors=factors, interpret=interpret)
+    return call(*operands)
 
 
-def _launch_backward(factors: str, *, interpret: bool) -> Callable[[Operands, jax.Array], tuple[jax.Array, ...]]:
-    """Returns the pass backward: gradients of `Operands` and of each text's and head's last token factor [b h].
+def _launch_backward(
+    factors: str, operands: Operands, gradient: jax.Array, *, interpret: bool
+) -> tuple[jax.Array, ...]:
+    """Returns the gradients of `Operands` and of each text's and head's last token factor [b h].
 
     Of the operands `w` and `b` are those of each chunk, as the pass forward saved them.
     """
+    rows, length, heads, size = operands.q.shape
+    chunk = operands.token.shape[2]
+    count = length // chunk
+    sum_shapes = ((size, size), (size,), (chunk,), (size,), (size,), ())  # gradients that add up over the chunks
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[:4]]
+    shapes += [jax.ShapeDtypeStruct((rows, heads, *shape), jnp.float32) for shape in sum_shapes]
 
-    def launch(operands: Operands, gradient: jax.Array) -> tuple[jax.Array, ...]:
-        rows, length, heads, size = operands.q.shape
-        chunk = operands.token.shape[2]
-        count = length // chunk
-        sum_shapes = ((size, size), (size,), (chunk,), (size,), (size,), ())  # gradients that add up over the chunks
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[:4]]
-        shapes += [jax.ShapeDtypeStruct((rows, heads, *shape), jnp.float32) for shape in sum_shapes]
+    def product(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
+        return wide_product(equation, left.astype(factors), right.astype(factors))
 
-        def kernel(*refs: Any) -> None:
-            inputs, of_out, of_text, sums = Operands(*refs[:9]), refs[9], refs[10:14], refs[14:]
-            model = (inputs.token[...], inputs.token[chunk - 1], inputs.scale[...], inputs.offset[...])
+    def kernel(*refs: Any) -> None:
+        inputs, of_out, of_text, sums = Operands(*refs[:9]), refs[9], refs[10:14], refs[14:]
+        model = (inputs.token[...], inputs.token[chunk - 1], inputs.scale[...], inputs.offset[...])
+        read = functools.partial(_read_chunk, product)
 
-            def product(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
-                return wide_product(equation, left.astype(factors), right.astype(factors))
+        def body(step: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            number = count - 1 - step
+            tokens = pl.ds(number * chunk, chunk)
+            text = (ref[tokens] for ref in inputs[:4])
+            _, pull = jax.vjp(read, *text, inputs.w[number], inputs.b[number], *model)
+            *of_chunk, of_w, of_b, of_token, of_last, of_scale, of_offset = pull((of_out[tokens], carry[:2]))
+            for ref, value in zip(of_text, of_chunk, strict=True):
+                ref[tokens] = value
+            added = (of_token, of_scale, of_offset, of_last)
+            return of_w, of_b, *(x + y for x, y in zip(carry[2:], added, strict=True))
 
-            read = functools.partial(_read_chunk, product)
+        ends = jax.lax.fori_loop(0, count, body, tuple(jnp.zeros(shape, jnp.float32) for shape in sum_shapes))
+        for ref, value in zip(sums, ends, strict=True):
+            ref[...] = value
 
-            def body(step: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                number = count - 1 - step
-                tokens = pl.ds(number * chunk, chunk)
-                text = (ref[tokens] for ref in inputs[:4])
-                _, pull = jax.vjp(read, *text, inputs.w[number], inputs.b[number], *model)
-                *of_chunk, of_w, of_b, of_token, of_last, of_scale, of_offset = pull((of_out[tokens], carry[:2]))
-                for ref, value in zip(of_text, of_chunk, strict=True):
-                    ref[tokens] = value
-                added = (of_token, of_scale, of_offset, of_last)
-                return of_w, of_b, *(x + y for x, y in zip(carry[2:], added, strict=True))
-
-            ends = jax.lax.fori_loop(0, count, body, tuple(jnp.zeros(shape, jnp.float32) for shape in sum_shapes))
-            for ref, value in zip(sums, ends, strict=True):
-                ref[...] = value
-
-        specs = [*map(_of_text, shapes[:4]), *map(_of_head, shapes[4:])]
-        call = _pallas(kernel, "ttt_backward", operands, shapes, specs, factors=factors, interpret=interpret)
-        return call(*operands, gradient)
-
-    return launch
+    specs = [*map(_of_text, shapes[:4]), *map(_of_head, shapes[4:])]
+    call = _pallas(kernel, "ttt_backward", operands, shapes, specs, factors=factors, interpret=interpret)
+    return call(*operands, gradient)
 
 
 def _pallas(  # noqa: PLR0913
