@@ -9,8 +9,7 @@ from jaxtyping import Array, Float
 
 from lw_jax.core.types import TASKS, Tree
 from lw_jax.models.decoder import DecoderConfig
-from lw_jax.models.modules import Pure, RMSNorm
-from lw_jax.models.products import Linear
+from lw_jax.models.modules import Linear, Pure, RMSNorm
 
 
 class Adapter(nnx.Module):

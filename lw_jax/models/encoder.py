@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from lw_jax.core.types import Tree
 from lw_jax.models import codec, decoder
 from lw_jax.models.attention import attention
-from lw_jax.models.modules import RMSNorm
-from lw_jax.models.products import Linear, product
+from lw_jax.models.modules import Linear, RMSNorm
+from lw_jax.models.products import product
 
 BYTE_VOCABULARY = 257  # 256 bytes and the pad id
 BYTE_HEADS = 8

@@ -1,4 +1,4 @@
-"""Flax nnx modules as pure functions over plain nested dicts: the one place that splits and merges."""
+"""Flax nnx modules: as pure functions over plain nested dicts, and the two layers that others are made of."""
 
 import functools
 from collections.abc import Callable, Hashable
@@ -10,6 +10,7 @@ from flax import nnx
 
 from lw_jax.core.types import Tree
 from lw_jax.models import decoder
+from lw_jax.models.products import product
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -45,3 +46,12 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return decoder.rms_norm(x, self.scale[...], 1e-6)
+
+
+class Linear(nnx.Linear):
+    """Linear layer of nnx, its product by `product`: kernel [in, out], optional bias [out]."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the layer to the last axis of x [b m in]."""
+        y = product("bmi,io->bmo", x, self.kernel[...])
+        return y if self.bias is None else y + self.bias[...].reshape(1, 1, -1)

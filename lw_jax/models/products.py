@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from lw_jax.core.precision import Precision
@@ -183,12 +182,3 @@ def from_bits(layer: Tree) -> Tree:
         return jax.lax.bitcast_convert_type(leaf, jnp.bfloat16) if leaf.dtype == BITS else leaf
 
     return jax.tree.map(convert, layer)
-
-
-class Linear(nnx.Linear):
-    """Linear layer of nnx, its product by `product`: kernel [in, out], optional bias [out]."""
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Applies the layer to the last axis of x [b m in]."""
-        y = product("bmi,io->bmo", x, self.kernel[...])
-        return y if self.bias is None else y + self.bias[...].reshape(1, 1, -1)
