@@ -118,6 +118,15 @@ def normalise(latents: Float[Array, "*n z"]) -> Float[Array, "*n z"]:
     return latents * jax.lax.rsqrt(jnp.mean(latents * latents, axis=-1, keepdims=True) + EPSILON)
 
 
+def truncate(latents: Float[Array, "b m z"], widths: Int[Array, " b"]) -> Float[Array, "b m z"]:
+    """Scales the first `width` values of each slot to unit RMS; the others, and slots of zeros, become or stay 0."""
+    inside = jnp.arange(latents.shape[2], dtype=jnp.int32)[None, None, :] < widths[:, None, None]
+    cut = jnp.where(inside, latents, 0.0)
+    # The mean square is that of the first `width` values, not of the zeros beyond them.
+    square = jnp.sum(cut * cut, axis=2, keepdims=True) / widths[:, None, None].astype(latents.dtype)
+    return cut * jax.lax.rsqrt(square + EPSILON)
+
+
 def quantise(latents: Float[Array, "*n z"], bits: int) -> Float[Array, "*n z"]:
     """Returns latents of unit RMS after quantisation, as `unpack(pack(...))`; an all-zero slot stays zero."""
     if bits == 16:
@@ -142,11 +151,7 @@ def send(
     Of each slot the first `width` values are kept and scaled to unit RMS, the others are zero. 16 bits are exact here.
     Every example's (width, bits) must be one of `choices`; those of another one become NaN.
     """
-    places = jnp.arange(latents.shape[2], dtype=widths.dtype)
-    cut = latents * (places[None, :] < widths[:, None])[:, None, :].astype(latents.dtype)
-    # The mean square is that of the first `width` values, not of the zeros beyond them.
-    square = jnp.sum(cut * cut, axis=2, keepdims=True) / widths[:, None, None].astype(latents.dtype)
-    cut = cut * jax.lax.rsqrt(square + EPSILON)
+    cut = truncate(latents, widths)
     fixed = jax.lax.stop_gradient(cut)
     arrived = jnp.full_like(fixed, jnp.nan)
     for width, bit in dict.fromkeys(choices):

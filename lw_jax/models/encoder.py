@@ -188,7 +188,7 @@ class Head(nnx.Module):
             wide = pooled.astype(jnp.float32)
             pooled = ((wide - self.shift[...][None, None, :]) * self.scale[...][None, None, :]).astype(pooled.dtype)
         y = self.project(pooled).astype(jnp.float32)
-        return keep(y, slots, width)
+        return codec.truncate(jnp.where(slot_mask(slots, y.shape[1])[:, :, None], y, 0.0), width)
 
 
 def tapped_layers(count: int, layers: int) -> tuple[int, ...]:
@@ -233,14 +233,6 @@ def read_lm(  # noqa: PLR0913
 def side_by_side(states: Float[Array, "n b s d"], cfg: decoder.DecoderConfig) -> Float[Array, "b s nd"]:
     """Returns states of several layers one behind the other, each of unit RMS."""
     return jnp.concatenate(list(decoder.unit_rms(states, cfg.norm_eps)), axis=-1)
-
-
-def keep(y: Float[Array, "b m z"], slots: Int[Array, " b"], width: Int[Array, " b"]) -> Float[Array, "b m z"]:
-    """Keeps each row's first slots and the first `width` values of them, scaled to unit RMS; zeros elsewhere."""
-    inside = jnp.arange(y.shape[2], dtype=jnp.int32)[None, None, :] < width[:, None, None]
-    y = jnp.where(inside & slot_mask(slots, y.shape[1])[:, :, None], y, 0.0)
-    power = jnp.sum(y * y, axis=-1, keepdims=True) / width.astype(jnp.float32)[:, None, None]
-    return y * jax.lax.rsqrt(power + codec.EPSILON)
 
 
 def slot_mask(slots: Int[Array, " b"], count: int) -> Bool[Array, "b m"]:
