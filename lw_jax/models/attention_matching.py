@@ -160,8 +160,7 @@ def _turn(
     stored: bool = False,
 ) -> Float[Array, "b k t e"]:
     """Returns turned keys, turned on by so many positions; `stored`: as they are before they are turned."""
-    size = cfg.rotated or cfg.head_dim
-    cos, sin = rotary.angles(jnp.abs(by), size=size, theta=cfg.rope_theta, scaling=cfg.rope_scaling)
+    cos, sin = decoder.angles(cfg, jnp.abs(by))
     gain = cfg.rope_scaling.gain if isinstance(cfg.rope_scaling, rotary.LongRope) else 1.0
     gain = gain * gain if stored else gain  # that of the new turn, and that of the old one
     sign = jnp.sign(by)[:, :, None, None].astype(jnp.float32)

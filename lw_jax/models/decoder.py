@@ -192,7 +192,6 @@ def logits(params: Tree, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]
 
 
 def empty_cache(cfg: DecoderConfig, batch: int, slots: int, dtype: jax.typing.DTypeLike) -> Cache:
-    """Returns an empty cache of `slots` positions."""
     shape = (cfg.layers, batch, slots, cfg.kv_heads, cfg.head_dim)
     return Cache(
         jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch, slots), bool), jnp.zeros((), jnp.int32)
@@ -457,11 +456,13 @@ def _share(
     if cfg.window:
         behind = positions[:, :, None] - keys[:, None, :]
         attend &= (behind if mode.causal else jnp.abs(behind)) < cfg.window
-    rotations = rotary.angles(
-        positions, size=cfg.rotated or cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling
-    )
     causal = mode.causal and past.used is None
-    return _Shared(*rotations, attend[:, None], past.used, mode.factors, mode.saves_products, causal)
+    return _Shared(*angles(cfg, positions), attend[:, None], past.used, mode.factors, mode.saves_products, causal)
+
+
+def angles(cfg: DecoderConfig, positions: Int[Array, "b t"]) -> tuple[jax.Array, jax.Array]:
+    """Returns cos and sin [b t 1 r/2] at these positions."""
+    return rotary.angles(positions, size=cfg.rotated or cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling)
 
 
 def rotate_keys(cfg: DecoderConfig, prefix: KVPrefix, *, seen: jax.Array | int) -> Float[Array, "l b m k e"]:
@@ -474,8 +475,7 @@ def prefix_angles(
     cfg: DecoderConfig, mask: Bool[Array, "b m"], *, seen: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns cos and sin [b m 1 r/2] at a prefix' positions, `seen` real tokens before them."""
-    positions = jnp.maximum(seen + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
-    return rotary.angles(positions, size=cfg.rotated or cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling)
+    return angles(cfg, jnp.maximum(seen + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0))
 
 
 def check_positions(cfg: DecoderConfig, needed: int, *, what: str, remedy: str) -> None:
