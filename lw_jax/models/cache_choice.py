@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.models import decoder, kv_prefix, projections
+from lw_jax.models.alignment import EXACTLY
 from lw_jax.models.attention import LEAST
 from lw_jax.models.attention_matching import TINY, by_head, solve_ridge
 from lw_jax.models.decoder import DecoderConfig, KVPrefix, Mode, SharedPrefix
@@ -129,6 +130,7 @@ def _pay(
     return paid, q, total.transpose(0, 3, 1, 2, 4).reshape(q.shape[:3])
 
 
+@EXACTLY
 def _output_norms(params: Tree, cfg: DecoderConfig, v: Float[Array, "l b t k e"]) -> Float[Array, "l b t k"]:
     """Returns how large the output projection makes each value: the root mean square over the heads of its group.
 
@@ -144,8 +146,7 @@ def _output_norms(params: Tree, cfg: DecoderConfig, v: Float[Array, "l b t k e"]
         squares = jnp.einsum("btke,kef,btkf->btk", v.astype(jnp.float32), gram, v.astype(jnp.float32))
         return jnp.sqrt(jnp.maximum(squares, 0.0))
 
-    with jax.default_matmul_precision("highest"):
-        return jax.lax.map(layer, (params["layers"], v))
+    return jax.lax.map(layer, (params["layers"], v))
 
 
 def table_of(scores: Float[np.ndarray, "n l k"], share: float) -> Float[np.ndarray, "l k"]:
@@ -237,6 +238,7 @@ def _alike(sizes: Sizes, length: int) -> dict[int, list[tuple[int, int]]]:
     return groups
 
 
+@EXACTLY
 def _fit_head(  # noqa: PLR0913
     q: Float[Array, "b t g e"],
     total: Float[Array, "b t g"],
@@ -273,16 +275,15 @@ def _fit_head(  # noqa: PLR0913
         missing = jnp.einsum("bgqt,bte->bgqe", exact, values) - jnp.einsum("bgqm,bme->bgqe", as_sent, around)
         return jnp.einsum("bgqm,bgqn->bmn", as_sent, as_sent), jnp.einsum("bgqm,bgqe->bme", as_sent, missing)
 
-    with jax.default_matmul_precision("highest"):
-        count = kept.sum(axis=1, dtype=jnp.int32)
-        gram, right = _sum(of_mass, pieces)
-        weight = _weigh(gram, right, count)
-        gram, right = _sum(lambda piece: of_outputs(piece, weight), pieces)
-        change = solve_ridge(gram[:, None], right[:, None], count[:, None], RIDGE)[:, 0]
-        # Where no query pays to what is kept, a fit has values of any length: one head of one text of twenty had 160 x.
-        longest = jnp.linalg.norm(jnp.where(mask[..., None], values, 0.0), axis=2).max(axis=1)
-        fitted = jnp.where(kept[..., None], around + change, 0.0)
-        steady = jnp.linalg.norm(fitted, axis=2).max(axis=1) <= LONGEST * longest
+    count = kept.sum(axis=1, dtype=jnp.int32)
+    gram, right = _sum(of_mass, pieces)
+    weight = _weigh(gram, right, count)
+    gram, right = _sum(lambda piece: of_outputs(piece, weight), pieces)
+    change = solve_ridge(gram[:, None], right[:, None], count[:, None], RIDGE)[:, 0]
+    # Where no query pays to what is kept, a fit has values of any length: one head of one text of twenty had 160 x.
+    longest = jnp.linalg.norm(jnp.where(mask[..., None], values, 0.0), axis=2).max(axis=1)
+    fitted = jnp.where(kept[..., None], around + change, 0.0)
+    steady = jnp.linalg.norm(fitted, axis=2).max(axis=1) <= LONGEST * longest
     fitted = jnp.where(kept[..., None] & ~steady[:, None, None], around, fitted).astype(values_sent.dtype)
     return fitted, jnp.where(kept, jnp.log(weight), 0.0)
 
@@ -296,10 +297,10 @@ def _weigh(gram: Float[Array, "b m m"], right: Float[Array, "b m"], count: Int[A
 
     def power(_: jax.Array, vector: jax.Array) -> jax.Array:
         vector = apply(vector)
-        return vector / jnp.maximum(jnp.linalg.norm(vector, axis=1, keepdims=True), 1e-30)
+        return vector / jnp.maximum(jnp.linalg.norm(vector, axis=1, keepdims=True), TINY)
 
     first = jax.lax.fori_loop(0, _POWERS, power, jnp.ones_like(right))
-    step = 1.0 / jnp.maximum((first * apply(first)).sum(axis=1, keepdims=True), 1e-30)
+    step = 1.0 / jnp.maximum((first * apply(first)).sum(axis=1, keepdims=True), TINY)
 
     def descend(_: jax.Array, weight: jax.Array) -> jax.Array:
         return jnp.clip(weight - step * (apply(weight) - right - pull), *WEIGHTS)
