@@ -59,7 +59,7 @@ def compact(  # noqa: PLR0913  (as `decoder.forward`)
     text: Text,
     slots: Bool[Array, "b m"],
     *,
-    mode: Mode = Mode(),  # noqa: B008  (frozen)
+    mode: Mode = Mode(),
 ) -> KVPrefix:
     """Returns keys and values of the text for `slots`, the first of them where the text has fewer tokens.
 

@@ -58,7 +58,7 @@ def forward(
     *,
     mask: Bool[Array, "b s"],
     mix: Float[Array, " n"] | None,
-    mode: decoder.Mode = decoder.Mode(),  # noqa: B008  (frozen)
+    mode: decoder.Mode = decoder.Mode(),
 ) -> Float[Array, "b s d"]:
     """Returns the body's states, mixed over its layers; rows are right-padded, no longer than its positions.
 

@@ -59,7 +59,7 @@ def read_twice(  # noqa: PLR0913  (as `decoder.forward`)
     again: SharedPrefix,
     shared_prefix: SharedPrefix | None = None,
     keep_queries: bool = False,
-    mode: Mode = Mode(),  # noqa: B008  (frozen)
+    mode: Mode = Mode(),
 ) -> Reading:
     """Returns a text's keys and values behind a shared prefix, and what each is worth when the text is repeated.
 

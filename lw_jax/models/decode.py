@@ -72,7 +72,7 @@ def generate(  # noqa: PLR0913  (as `decoder.forward`)
     mask: Bool[Array, "b t"],
     sampling: Sampling,
     key: jax.Array,
-    mode: decoder.Mode = decoder.Mode(),  # noqa: B008  (frozen)
+    mode: decoder.Mode = decoder.Mode(),
 ) -> Int[Array, "b n"]:
     """Continues a decoder's prompt embeddings; see `sample`.
 
@@ -134,7 +134,7 @@ def begin(  # noqa: PLR0913  (as `decoder.forward`)
     max_new_tokens: int,
     answer: tuple[Float[Array, "b a d"], Bool[Array, "b a"]] | None = None,
     cache: decoder.Cache | None = None,
-    mode: decoder.Mode = decoder.Mode(),  # noqa: B008  (frozen)
+    mode: decoder.Mode = decoder.Mode(),
 ) -> tuple[Float[Array, "b v"], Tree, Float[Array, "b c v"]]:
     """Reads a prompt and, in the same pass, an `answer` (embeddings and mask) that it then forgets.
 
@@ -228,7 +228,7 @@ def generate_ttt(  # noqa: PLR0913  (as `generate`, and how to run)
     lengths: Int[Array, " b"],
     sampling: Sampling,
     key: jax.Array,
-    mode: ttt.Mode = ttt.MODE,
+    mode: ttt.Mode = ttt.Mode(),
 ) -> Int[Array, "b n"]:
     """Continues a TTT model's prompts, of each row the first `lengths` ids, at least one; see `sample`."""
     out = ttt.forward(params, cfg, ids, lengths=lengths, mode=mode)

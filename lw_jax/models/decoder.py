@@ -214,7 +214,7 @@ def forward(  # noqa: PLR0913  (a pass over whole texts; four of them have one m
     mix: Float[Array, " n"] | None = None,
     taps: tuple[int, ...] = (),
     segments: Int[Array, "b t"] | None = None,
-    mode: Mode = Mode(),  # noqa: B008  (frozen)
+    mode: Mode = Mode(),
 ) -> Output:
     """Runs the body over embeddings.
 
@@ -272,7 +272,7 @@ def extend(  # noqa: PLR0913  (as `forward`)
     *,
     mask: Bool[Array, "b t"],
     cache: Cache,
-    mode: Mode = Mode(),  # noqa: B008  (frozen)
+    mode: Mode = Mode(),
 ) -> tuple[Float[Array, "b t d"], Cache]:
     """Runs the body over embeddings that continue a cache; returns them after the final norm, and the cache with them.
 
@@ -332,7 +332,7 @@ def visit_attention(  # noqa: PLR0913  (as `forward`)
     mask: Bool[Array, "b t"],
     visit: Callable[[Attended], Tree],
     cache: Cache | None = None,
-    mode: Mode = Mode(),  # noqa: B008  (frozen)
+    mode: Mode = Mode(),
 ) -> tuple[Tree, Cache | None]:
     """Returns `visit` of every layer, stacked, and the cache.
 

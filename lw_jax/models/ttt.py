@@ -69,9 +69,6 @@ class Mode:
     measured: bool = False  # returns the inner losses; implies "scan"
 
 
-MODE = Mode()
-
-
 class Memory(NamedTuple):
     """State of a layer: fast weights at the chunk's beginning, and sums of gradients since.
 
@@ -171,7 +168,7 @@ def forward(  # noqa: PLR0913  (the one entry to the model)
     rate: Float[Array, " b"] | None = None,
     memory: Memory | None = None,
     lengths: Int[Array, " b"] | None = None,
-    mode: Mode = MODE,
+    mode: Mode = Mode(),
 ) -> Output:
     """Reads ids from their first token on, in the dual form.
 
@@ -216,7 +213,7 @@ def beginning(params: Tree, cfg: TTTConfig, batch: int, dtype: jax.typing.DTypeL
 
 
 def decode(
-    params: Tree, cfg: TTTConfig, ids: Int[Array, " b"], cache: Cache, *, mode: Mode = MODE
+    params: Tree, cfg: TTTConfig, ids: Int[Array, " b"], cache: Cache, *, mode: Mode = Mode()
 ) -> tuple[jax.Array, Cache]:
     """Reads one more token of each row, in the primal form; returns (hidden [b d], cache)."""
     x = jnp.take(params["embed"], ids, axis=0).astype(mode.precision.values)

@@ -41,7 +41,7 @@ def keys(seed):
 
 
 @functools.partial(jax.jit, static_argnames="mode")
-def logits(params, mode=decoder.Mode()):  # noqa: B008  (frozen)
+def logits(params, mode=decoder.Mode()):
     x = decoder.embed(params, jnp.asarray(IDS))
     return decoder.logits(params, decoder.forward(params, CFG, x, mask=jnp.ones(IDS.shape, bool), mode=mode).hidden)
 
