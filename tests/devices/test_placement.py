@@ -64,6 +64,10 @@ LAYOUTS = [
     ("split", 6, {}, {"llama": ([[0], [1], [2]], "replicate"), "qwen": ([[3], [4], [5]], "replicate")}),
     ("split", 8, {"model": 2}, {"llama": ([[0, 1], [2, 3]], "tensor"), "qwen": ([[4, 5], [6, 7]], "tensor")}),
     ("split", 8, {"data": 2}, {"llama": ([[0], [1]], "replicate"), "qwen": ([[2], [3]], "replicate")}),
+    (
+        *("split", 6, {"readers": TRIO}),
+        {"llama": ([[0], [1]], "replicate"), "qwen": ([[2], [3]], "replicate"), "other": ([[4], [5]], "replicate")},
+    ),
     ("hybrid3", 4, {}, {"llama": ([[0, 1]], "tensor"), "qwen": ([[2]], "replicate")}),
     (
         *("hybrid3", 4, {"readers": {"llama": 15, "qwen": 16}}),
@@ -81,12 +85,6 @@ def test_neighbours_share_a_reader_and_the_larger_one_has_more(strategy, count, 
     if strategy == "hybrid3":
         larger = max(asked.get("readers", PAIR), key=asked.get("readers", PAIR).__getitem__)
         assert placed.learner == placed.readers[larger].mesh and (placed.devices, placed.data) == (3, 1)
-
-
-def test_split_of_three_readers_gives_thirds():
-    placed = put("split", 6, TRIO)
-    assert [ids(at.mesh) for at in placed.readers.values()] == [[[0], [1]], [[2], [3]], [[4], [5]]]
-    assert placed.data == 2
 
 
 def test_devices_that_a_named_data_axis_leaves_are_told():
