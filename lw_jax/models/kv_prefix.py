@@ -32,7 +32,7 @@ def open_cache(  # noqa: PLR0913  (as `decoder.forward`)
     prefix: KVPrefix | None = None,
     packed: PackedPrefix | None = None,
     shared_prefix: SharedPrefix | None = None,
-    mode: Mode = Mode(),  # noqa: B008  (frozen)
+    mode: Mode = Mode(),
 ) -> Cache:
     """Returns a cache of `size` positions that begins with a shared prefix, read once, and each row's own prefix.
 
@@ -152,7 +152,7 @@ def take(  # noqa: PLR0913  (as `decoder.forward`)
     *,
     mask: Bool[Array, "b t"],
     shared_prefix: SharedPrefix | None = None,
-    mode: Mode = Mode(),  # noqa: B008  (frozen)
+    mode: Mode = Mode(),
 ) -> KVPrefix:
     """Returns the decoder's own keys, their rotation removed, and values of x behind a shared prefix."""
     rows, length, _ = x.shape

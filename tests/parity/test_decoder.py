@@ -108,7 +108,7 @@ def ragged(side: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "mode"))
-def our_logits(cfg, params, ids, mask, mode=decoder.Mode()):  # noqa: B008
+def our_logits(cfg, params, ids, mask, mode=decoder.Mode()):
     out = decoder.forward(params, cfg, decoder.embed(params, ids), mask=mask, mode=mode)
     return decoder.logits(params, out.hidden)
 

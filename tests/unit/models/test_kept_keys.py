@@ -47,7 +47,7 @@ def sizes():
     return tuple(tuple(map(int, row)) for row in np.asarray(KEPT).sum(axis=2).max(axis=1))
 
 
-def read(params, prefix, mode=decoder.Mode(), x=ASKED):  # noqa: B008
+def read(params, prefix, mode=decoder.Mode(), x=ASKED):
     given = {"shared_prefix": SHARED, "kv_prefix": prefix, "mode": mode}
     return tiny.compiled(decoder.forward, params, CFG, x, mask=AFTER, **given).hidden
 
