@@ -104,12 +104,18 @@ class CacheFunctions(WireFunctions):
         context = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), fields["before"], fields["own"])
         return taught_prompt(params, {"context": context, "asked": fields["asked"]}, vectors)
 
-    def prompt_from_cache(self, params: Tree, code: Tree, fields: Mapping, sent: Sent, name: str) -> Prompt:
-        """Returns the prompt of the opening, a message, whose missing keys are masked, and the question."""
-        opening = self._opening(params, fields["before"], name)
-        return self._prompt_from_cache(params, code, fields["after"], sent, name, opening)
+    def prompt_from_cache(  # noqa: PLR0913
+        self, params: Tree, code: Tree, fields: Mapping, sent: Sent, name: str, sizes: Sizes | None = None
+    ) -> Prompt:
+        """Returns the prompt of the opening, a message and the question.
 
-    @jitted("name")
+        Keys that a head does not keep are masked; with `sizes`, as many as each keeps, by layer and head, the message
+        takes the memory of the kept keys alone.
+        """
+        opening = self._opening(params, fields["before"], name)
+        return self._prompt_from_cache(params, code, fields["after"], sent, name, sizes, opening)
+
+    @jitted("name", "sizes")
     def _prompt_from_cache(  # noqa: PLR0913
         self,
         params: Tree,
@@ -117,36 +123,16 @@ class CacheFunctions(WireFunctions):
         after: Mapping,
         sent: Sent,
         name: str,
+        sizes: Sizes | None,
         opening: decoder.KVPrefix | None,
     ) -> Prompt:
         x = decoder.embed(params, after["ids"])
-        prefix = self._constrain(cache_message.decode(code, sent, x.dtype), name)
-        if opening is not None:
-            prefix = self._constrain(kv_prefix.prepend(opening, prefix), name)
-        return Prompt(x, after["mask"], kv_prefix=prefix)
-
-    def prompt_packed(  # noqa: PLR0913
-        self, params: Tree, code: Tree, fields: Mapping, sent: Sent, name: str, sizes: Sizes
-    ) -> Prompt:
-        """Returns the prompt of `prompt_from_cache`, but its message takes the memory of the kept keys alone.
-
-        They are as many as `sizes`, by layer and head.
-        """
-        opening = self._opening(params, fields["before"], name)
-        return self._prompt_packed(params, code, fields["after"], sent, name, sizes, opening)
-
-    @jitted("name", "sizes")
-    def _prompt_packed(  # noqa: PLR0913
-        self,
-        params: Tree,
-        code: Tree,
-        after: Mapping,
-        sent: Sent,
-        name: str,
-        sizes: Sizes,
-        opening: decoder.KVPrefix | None,
-    ) -> Prompt:
-        x, prefix, seen = decoder.embed(params, after["ids"]), None, jnp.int32(0)
+        if sizes is None:
+            prefix = self._constrain(cache_message.decode(code, sent, x.dtype), name)
+            if opening is not None:
+                prefix = self._constrain(kv_prefix.prepend(opening, prefix), name)
+            return Prompt(x, after["mask"], kv_prefix=prefix)
+        prefix, seen = None, jnp.int32(0)
         if opening is not None:
             prefix, seen = self._constrain(kv_prefix.repeat(opening, len(x)), name), opening.mask.sum()
         config = self.wire.readers[name].config

@@ -169,7 +169,7 @@ def _from_gguf(path: Path, metadata: Mapping[str, Any]) -> "tuple[PreTrainedToke
 def check_ids(ids: Iterable[int | None], *, vocab: int, rows: int | None, where: str) -> None:
     """Refuses ids of a tokenizer that it or the model's table, of so many `rows`, does not have.
 
-    `ids` are those that prompts and generation use by themselves, `vocab` is the highest one + 1 that it may have.
+    `ids` are those that prompts and generation use by themselves, `vocab` is the tokenizer's highest id + 1.
     """
     if beyond := sorted(i for i in ids if i is not None and not 0 <= i < vocab):
         rule = "see eos_token_id in generation_config.json and the special tokens"

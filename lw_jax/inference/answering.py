@@ -52,15 +52,10 @@ class Answering:
     frozen: Tree
     functions: Any  # `WireFunctions`, or those of a kind
 
-    @property
-    def text_layout(self) -> Layout:
-        """The layout of a text that a reader reads itself."""
-        return self.recipe.layout
-
-    def layout_of_text(self, reader: str) -> Layout:
+    def text_layout(self, reader: str) -> Layout:
         """Returns the layout of a text that a reader reads itself: other readers' tokens of it are no matter."""
-        whole = self.text_layout
-        return dataclasses.replace(whole, readers={reader: whole.readers[reader]})
+        layout = self.recipe.layout
+        return dataclasses.replace(layout, readers={reader: layout.readers[reader]})
 
     def _open(self, message: bytes, reader: str, *, whole: bool = False) -> Any:
         """Returns what a message says to a reader.
@@ -124,7 +119,7 @@ class Answering:
         return self._answer(reader, self.text_prompt(text, reader, question), 1)[0]
 
     def text_prompt(self, text: str, reader: str, question: str) -> wire.Prompt:
-        batch = batches.encode_prompt(text, question, layout=self.layout_of_text(reader), rows=("text",))
+        batch = batches.encode_prompt(text, question, layout=self.text_layout(reader), rows=("text",))
         fields = self._put(batch["readers"][reader], reader)
         return self.functions.prompt_from_text(self.frozen[reader], fields["text"])
 

@@ -114,7 +114,7 @@ def measure_times(wire: CodedWire, measured: Measured, name: str) -> tuple[Times
     write = functools.partial(wire.write, text, ratio=wire.ratio, readers=(name,))
     message = write()
     section, alone = wire.section(message, name), Example("timed", text.strip(), example.question, ())
-    _, fields, opening = place_alone(functions, alone, name, layout=wire.layout_of_text(name), row="text")
+    _, fields, opening = place_alone(functions, alone, name, layout=wire.text_layout(name), row="text")
 
     def begin(prompt: Prompt) -> None:
         jax.block_until_ready(functions.begin(params, prompt, name, 1))

@@ -71,12 +71,11 @@ class CodedWire(Answering):
             sections.append((self.codings[name], self._encode(text.strip(), name, ratios)))
         return cache_codec.pack(sections, writer=self.fingerprint)
 
-    @functools.cached_property
-    def text_layout(self) -> Layout:
+    def text_layout(self, reader: str) -> Layout:
         """Returns the layout of texts as long as those that `write` takes: data.context_tokens is of data sets."""
-        longest = max(reader.config.max_positions for reader in self.recipe.wire.readers.values())
-        data = dataclasses.replace(self.recipe.layout.data, context_tokens=longest)
-        return dataclasses.replace(self.recipe.layout, data=data)
+        layout, readers = super().text_layout(reader), self.recipe.wire.readers.values()
+        longest = max(other.config.max_positions for other in readers)
+        return dataclasses.replace(layout, data=dataclasses.replace(layout.data, context_tokens=longest))
 
     def _encode(self, text: str, name: str, ratios: list[int]) -> Section:
         layout, config = self.recipe.layout, self.recipe.wire.readers[name].config
@@ -152,10 +151,10 @@ class CodedWire(Answering):
         filled = opened + opened[-1:] * (len(fields["after"]["mask"]) - len(opened))
         ratios = [self._ratio_of(section) for section in filled]
         sent = cache_message.of_sections(filled, ratios, width, columns)
-        if whole or not kv_prefix.takes_packed(self.recipe.wire.readers[reader].config):
-            return self.functions.prompt_from_cache(params, code, fields, sent, reader)
-        sizes = cache_functions.sizes_of(code, columns, min(ratios))
-        return self.functions.prompt_packed(params, code, fields, sent, reader, sizes)
+        sizes = None
+        if not whole and kv_prefix.takes_packed(self.recipe.wire.readers[reader].config):
+            sizes = cache_functions.sizes_of(code, columns, min(ratios))
+        return self.functions.prompt_from_cache(params, code, fields, sent, reader, sizes)
 
 
 def check_ratio(ratio: int, *, name: str = "ratio") -> int:

@@ -109,7 +109,7 @@ def make(cfg: Config, on: Hardware, speed: Speed | None) -> StartPlan:
     seconds = [reader.seconds for reader in chosen.readers.values()] if chosen else []
     return StartPlan(
         **on.figures(),
-        rows=_rows(placed),
+        rows=cache_start.rows_of(placed),
         tokens=cfg.data.context_tokens,
         texts=cfg.encoder.texts,
         ratio=cfg.encoder.ratio,
@@ -130,11 +130,6 @@ def _placements(cfg: Config, on: Hardware) -> Iterator[Placement]:
     for strategy, data, model in searched if mesh.placement == "auto" else configured:
         placed = placements.place(strategy, readers, data=data, model=model, devices=devices)
         yield dataclasses.replace(placed, stands_for="gpu" if on.target else "")
-
-
-def _rows(placed: Placement) -> int:
-    """Returns how many texts the start reads at once."""
-    return place.round_up(cache_start.ROWS[placed.platform], placed.data)
 
 
 def _measure(cfg: Config, placed: Placement, on: Hardware, speed: Speed | None) -> StartCandidate:
@@ -169,7 +164,7 @@ def _plan_reader(
     recipe: CacheWire, name: str, compiles: Compile | None, speed: Speed | None, weights: int
 ) -> ReaderPlan:
     cfg, model, placed = recipe.cfg, recipe.wire.readers[name].config, recipe.placement
-    rows, tokens = _rows(placed), cfg.data.context_tokens
+    rows, tokens = cache_start.rows_of(placed), cfg.data.context_tokens
     code, values = recipe.abstract().trainable["codes"][name], 2 * model.layers * model.kv_heads * model.head_dim
     # What a device computes: of a model over the model axis it reads its part, and codes all.
     local, whole = (CacheWire(cfg, placed.on_one_device(whole=whole), outline=True) for whole in (False, True))

@@ -31,6 +31,7 @@ from lw_jax.models.cache_message import Sent
 from lw_jax.recipes.cache_held_out import Answers, HeldOut, guess_step
 from lw_jax.training import wire_tensors
 from sharding import place
+from sharding.placement import Placement
 
 if TYPE_CHECKING:
     from lw_jax.recipes.cache_wire import CacheWire
@@ -59,7 +60,7 @@ def start(recipe: "CacheWire", frozen: Tree) -> dict[str, Tree]:
         begun = time.monotonic()
         code, tokens = _fit(recipe, frozen[name], name, read.readers[name]["own"].ids)
         alone = dataclasses.replace(encoded, readers={name: encoded.readers[name]})
-        in_batches = cache_rows.batches_by_length(alone, range(len(alone)), _rows(recipe))
+        in_batches = cache_rows.batches_by_length(alone, range(len(alone)), rows_of(recipe.placement))
         with phase(f"{name}: reading {len(alone)} held-out texts twice"):
             texts = HeldOut(recipe.functions, frozen[name], name, code, in_batches)
         codes[name] = code | _settle(texts, recipe.cfg.message.bytes, ratio)
@@ -68,8 +69,9 @@ def start(recipe: "CacheWire", frozen: Tree) -> dict[str, Tree]:
     return codes
 
 
-def _rows(recipe: "CacheWire") -> int:
-    return place.round_up(ROWS[recipe.placement.platform], recipe.placement.data)
+def rows_of(placed: Placement) -> int:
+    """Returns how many texts a start reads at once."""
+    return place.round_up(ROWS[placed.platform], placed.data)
 
 
 def _divide(questions: Sequence[Example], count: int, most: int, *, seed: int) -> tuple[list[Example], list[Example]]:
@@ -195,7 +197,7 @@ def _read(
         key: batches.field([text], pad, left=False).collate([0]) for key, text in (("before", before), ("again", again))
     }
     around = place.replicate(around, mesh)
-    rows = _rows(recipe)
+    rows = rows_of(recipe.placement)
     for first in range(0, len(ids), rows):
         part = ids[first : first + rows]
         field = batches.Field(part, min(cache_rows.round_columns(max(map(len, part))), limit), pad, left=False)

@@ -172,7 +172,9 @@ def test_finished_job_has_called_training_with_the_exact_words_in_the_users_fold
 def test_time_limit_saves_and_requeues_once(cluster, write, monkeypatch, hosts: int) -> None:
     monkeypatch.setenv("MODE", "wait")
     monkeypatch.setenv("LIMIT", "1")
-    assert submit(write(hosts=hosts)).wait(PATIENCE) == runtime.REQUEUE
+    file = write(hosts=hosts)
+    assert submit(file).wait(PATIENCE) == runtime.REQUEUE
+    assert directives(file.read_text(encoding="utf-8"))["nodes"] == str(hosts)
     assert (cluster / "project folder" / "saved").exists()
     calls = [cluster / "project folder" / f"call{rank}.json" for rank in range(hosts)]
     environs = [json.loads(file.read_text(encoding="utf-8"))["environ"] for file in calls]

@@ -228,7 +228,7 @@ def test_a_message_is_timed_with_what_the_rows_read_of_a_text(root):
     encoded = wire.recipe.encode(wire.recipe.curriculum.examples("validation"))
     wire.write = lambda text, **named: written.append(text)
     wire.section = wire.prompt = lambda *given: None
-    wire.layout_of_text, reused = lambda reader: wire.recipe.layout, []
+    wire.text_layout, reused = lambda reader: wire.recipe.layout, []
     wire.functions = types.SimpleNamespace(
         placement=types.SimpleNamespace(data=1),
         place=lambda fields, reader: fields,

@@ -135,7 +135,8 @@ def test_packed_and_masked_prompts_score_alike(wire, message):
 def test_what_stands_before_messages_is_read_once_for_all_of_them(wire, message, monkeypatch):
     wire.read(message, "qwen", QUESTION)
     monkeypatch.setattr(CacheFunctions, "_read_opening", lambda *_: pytest.fail("read again"))
-    assert wire.prompt([wire.section(message, "qwen")], ["When?"], "qwen").packed is not None
+    prompt = wire.prompt([wire.section(message, "qwen")], ["When?"], "qwen")
+    assert prompt.packed is not None and prompt.kv_prefix is not None and prompt.shared_prefix is None
     wire.read(message, "qwen", "When?")
 
 
