@@ -91,7 +91,7 @@ def flatten(tree: Any) -> dict[str, np.ndarray]:
 def trainable(cfg: Config, recipe: Any) -> Any:
     """Returns what learns, equal in every process; the second matrices of LoRA pairs are not 0, so that they count."""
     if cfg.recipe == "dpo":
-        shapes = recipe.abstract().trainable
+        shapes = recipe.abstract.trainable
         rng = np.random.default_rng(SEED)
         return jax.tree.map(lambda x: rng.normal(0, 0.02, x.shape).astype(x.dtype), shapes)
     body = frozen_models.load_body(Path(cfg.encoder.source), recipe.wire.encoder.body)
@@ -111,12 +111,12 @@ class Side:
         if case is None:
             self.frozen: Any = timing.fill(self.program.frozen)
         else:
-            at = self.recipe.shardings().frozen
+            at = self.recipe.shardings.frozen
             self.frozen = {
                 name: frozen_models.load(case / name, cfg, llm, at[name], self.placement.platform)
                 for name, llm in cfg.llms.items()
             }
-            placed = self.recipe.shardings().trainable
+            placed = self.recipe.shardings.trainable
             self.state["trainable"] = jax.device_put(trainable(cfg, self.recipe), placed)
         self.batch = ragged(cfg, self.recipe.batch_widths())
         self.rows = place.put_parts(self.batch, self.placement, place.put_eval)

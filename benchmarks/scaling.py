@@ -218,7 +218,7 @@ def _row(cfg: Config, point: Point, kind: str, target: str, seconds: float | Non
 
     unit, rate = outline(cfg)["unit"], point.global_batch / seconds if seconds else None
     row = {"kind": kind, "target": target, **dataclasses.asdict(point), "unit": unit}
-    row |= {"parameters": tree.count(_make(cfg).abstract().trainable)}
+    row |= {"parameters": tree.count(_make(cfg).abstract.trainable)}
     row |= {"step_seconds": seconds, "examples_per_second": rate}
     row |= {"tokens_per_second": rate * point.length if rate and unit == "tokens" else None}
     return row | dict.fromkeys(EMPTY) | figures

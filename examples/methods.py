@@ -89,7 +89,7 @@ def _trained(folder: Path) -> int:
     from lw_jax.core.tree import flatten_paths
 
     recipe = recipes.outline(cfg)
-    for path, leaf in flatten_paths(recipe.abstract().trainable).items():
+    for path, leaf in flatten_paths(recipe.abstract.trainable).items():
         rate = next(rate for pattern, rate in recipe.rates if re.fullmatch(pattern, path))
         if any(rate) if isinstance(rate, tuple) else rate:
             total += 4 * math.prod(leaf.shape)

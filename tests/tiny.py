@@ -264,7 +264,7 @@ def make_wire(root: Path, **changes: Any) -> Any:
 def wire_of(recipe: LatentWire | CacheWire, trainable: Tree, *, step: int = 6) -> Any:
     """Returns the wire of a recipe with these weights, wherever they lie."""
     kind = CodedWire if isinstance(recipe, CacheWire) else TrainedWire
-    placed = jax.device_put(jax.device_get(trainable), recipe.shardings().trainable)
+    placed = jax.device_put(jax.device_get(trainable), recipe.shardings.trainable)
     return kind(recipe, placed, recipe.load_frozen(), step)
 
 

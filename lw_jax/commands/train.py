@@ -78,7 +78,7 @@ def _print_lines(lines: Iterable[object]) -> None:
 
 
 def _describe_models(cfg: Config, recipe: Recipe) -> Iterator[str]:
-    frozen = recipe.abstract().frozen
+    frozen = recipe.abstract.frozen
     for name, llm in cfg.llms.items():
         yield f"{name}: {llm.source}, frozen, {bytes_of(tree.nbytes(frozen[name]))} ({llm.weights})"
     if isinstance(recipe, LatentWire):

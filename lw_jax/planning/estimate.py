@@ -75,7 +75,7 @@ def _times(
         group = range(model) if over_model else range(0, target.devices, model)
         link = target.link_bandwidth(list(group)) * LINK_FRACTION
         parts[name] = dataclasses.replace(speed.predict(cost) * accumulation, collective=sent[name] / link)
-    share = place.device_bytes(program.state["trainable"]) / max(1, tree.nbytes(program.recipe.abstract().trainable))
+    share = place.device_bytes(program.state["trainable"]) / max(1, tree.nbytes(program.recipe.abstract.trainable))
     summing = COLLECTIVE_SECONDS if any(sent.values()) else 0.0
     update = dataclasses.replace(speed.predict(step_costs.update(program)) * share, collective=summing)
     readers = [parts[name] for name in program.placement.readers]

@@ -71,7 +71,7 @@ def code() -> str:
 
 
 def _shapes(cfg: Config) -> list[str]:
-    weights = recipes.outline(config.with_remat(cfg, "none")).abstract()
+    weights = recipes.outline(config.with_remat(cfg, "none")).abstract
     leaves = jax.tree_util.tree_leaves_with_path((weights.trainable, weights.frozen))
     return [f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}" for path, leaf in leaves]
 

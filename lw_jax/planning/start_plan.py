@@ -137,7 +137,7 @@ def _measure(cfg: Config, placed: Placement, on: Hardware, speed: Speed | None) 
     resolved = config.with_remat(cfg, "none")
     recipe, room = CacheWire(resolved, placed, outline=True), on.limit
     weights = {name: place.device_bytes(params) for name, params in recipe.placed().frozen.items()}
-    codes = recipe.abstract().trainable["codes"]
+    codes = recipe.abstract.trainable["codes"]
     together: dict[Any, int] = {}
     for name, component in placed.readers.items():
         together[component.mesh] = together.get(component.mesh, 0) + weights[name] + place.device_bytes(codes[name])
@@ -165,10 +165,10 @@ def _plan_reader(
 ) -> ReaderPlan:
     cfg, model, placed = recipe.cfg, recipe.wire.readers[name].config, recipe.placement
     rows, tokens = cache_start.rows_of(placed), cfg.data.context_tokens
-    code, values = recipe.abstract().trainable["codes"][name], 2 * model.layers * model.kv_heads * model.head_dim
+    code, values = recipe.abstract.trainable["codes"][name], 2 * model.layers * model.kv_heads * model.head_dim
     # What a device computes: of a model over the model axis it reads its part, and codes all.
     local, whole = (CacheWire(cfg, placed.on_one_device(whole=whole), outline=True) for whole in (False, True))
-    dtype = local.abstract().frozen[name]["embed"].dtype
+    dtype = local.abstract.frozen[name]["embed"].dtype
     token_bytes = workload.cache_bytes(local.wire.readers[name].config, rows=1, slots=1, dtype=dtype)
 
     def cost(part: CacheWire, way: str, rows: int, tokens: int) -> Costs:
@@ -235,7 +235,7 @@ def _programs(recipe: CacheWire, name: str, rows: int, tokens: int) -> dict[str,
     """Returns what reads a batch of texts twice, and what writes it, with the shapes of their arguments."""
     functions, mesh = CacheFunctions(recipe.wire, recipe.placement), recipe.placement.readers[name].mesh
     model, replicated = recipe.wire.readers[name].config, place.whole(mesh)
-    params, shapes = recipe.placed().frozen[name], recipe.abstract().trainable["codes"][name]
+    params, shapes = recipe.placed().frozen[name], recipe.abstract.trainable["codes"][name]
     code = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), shapes)
 
     def field(rows: int, tokens: int, sharding: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
@@ -263,6 +263,6 @@ def _host_bytes(cfg: Config, placed: Placement) -> int:
     recipe = CacheWire(config.with_remat(cfg, "none"), placed, outline=True)
     models = [reader.config for reader in recipe.wire.readers.values()]
     scores = max(4 * cfg.encoder.texts * cfg.data.context_tokens * model.layers * model.kv_heads for model in models)
-    codes = sum(map(place.device_bytes, recipe.abstract().trainable["codes"].values()))
-    layer = max(math.prod(leaf.shape[1:]) * 4 for leaf in jax.tree.leaves(recipe.abstract().frozen))
+    codes = sum(map(place.device_bytes, recipe.abstract.trainable["codes"].values()))
+    layer = max(math.prod(leaf.shape[1:]) * 4 for leaf in jax.tree.leaves(recipe.abstract.frozen))
     return int(HOST_BYTES + 4 * scores + 2 * codes + 2 * layer)

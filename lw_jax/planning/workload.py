@@ -49,7 +49,7 @@ def prompts(recipe: LatentWire, name: str, rows: int = 0) -> PromptShapes:
     if recipe.wire.readers[name].kind == "embeddings":
         return text_prompts(recipe, name, rows, before + slots + 1 + after)
     model, mesh = recipe.wire.readers[name].config, recipe.placement.readers[name].mesh
-    dtype = recipe.abstract().frozen[name]["embed"].dtype
+    dtype = recipe.abstract.frozen[name]["embed"].dtype
     split = recipe.placement.readers[name].table == "tensor" and model.kv_heads % mesh.shape["model"] == 0
     sharding = NamedSharding(mesh, P(None, "data", None, "model" if split else None))
     shape = (model.layers, rows, before + slots, model.kv_heads, model.head_dim)
@@ -64,7 +64,7 @@ def prompts(recipe: LatentWire, name: str, rows: int = 0) -> PromptShapes:
 
 def text_prompts(recipe: LatentWire, name: str, rows: int, length: int) -> PromptShapes:
     """Returns prompts of so many positions, all of them embeddings, as shapes."""
-    mesh, table = recipe.placement.readers[name].mesh, recipe.abstract().frozen[name]["embed"]
+    mesh, table = recipe.placement.readers[name].mesh, recipe.abstract.frozen[name]["embed"]
     shape = rows, length, recipe.wire.readers[name].config.width
     return PromptShapes(row_shapes(shape, table.dtype, mesh), row_shapes(shape[:2], "bool", mesh))
 
@@ -86,7 +86,7 @@ def step_flops(cfg: Config) -> float:
 
 
 def encode_flops(recipe: LatentWire) -> float:
-    weights = recipe.abstract()
+    weights = recipe.abstract
     return trace(recipe.wire.encode, weights.trainable, texts(recipe), weights.frozen.get(SHARED)).flops
 
 

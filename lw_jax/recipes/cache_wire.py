@@ -44,25 +44,25 @@ class CacheWire(WireReaders):
         return ("codes/[^/]*/(mean|scale|basis)", 1.0), ("codes/.*", 0.0)
 
     @functools.cached_property
-    def _abstract(self) -> Weights:
+    def abstract(self) -> Weights:
         width = self.cfg.encoder.width
         codes = {name: cache_message.abstract(reader.config, width) for name, reader in self.wire.readers.items()}
         return Weights({"codes": codes}, self._abstract_readers())
 
     @functools.cached_property
-    def _shardings(self) -> Weights:
-        trainable = self.abstract().trainable
+    def shardings(self) -> Weights:
+        trainable = self.abstract.trainable
         codes = rules.shardings(tables.TRAINABLE, trainable, self.placement.learner, name="trainable")
         return Weights(codes, self._reader_shardings())
 
     def load_frozen(self) -> Tree:
-        return self._load_readers(self.shardings().frozen)
+        return self._load_readers(self.shardings.frozen)
 
     def build(self, frozen: Tree | None = None) -> Weights:
         """Loads the readers unless given, and computes their codes from the training texts."""
         readers: Tree = self.load_frozen() if frozen is None else frozen
         codes = cache_start.start(self, readers)
-        return Weights(jax.device_put({"codes": codes}, self.shardings().trainable), readers)
+        return Weights(jax.device_put({"codes": codes}, self.shardings.trainable), readers)
 
     def codes(self, trainable: Tree) -> dict[str, Tree]:
         """Returns each reader's code on its mesh."""

@@ -65,13 +65,13 @@ class DPO(Recipe):
     # --- weights
 
     @functools.cached_property
-    def _abstract(self) -> Weights:  # traced once: the planner asks some hundred times
+    def abstract(self) -> Weights:
         frozen = {self.name: frozen_models.describe(self.model, self.cfg, self.llm, self.placement.platform)}
         return Weights(lora.abstract(self.model, self.lora), frozen)
 
     @functools.cached_property
-    def _shardings(self) -> Weights:
-        shapes, component = self.abstract(), self.placement.readers[self.name]
+    def shardings(self) -> Weights:
+        shapes, component = self.abstract, self.placement.readers[self.name]
         frozen = {self.name: frozen_models.shardings(shapes.frozen[self.name], self.llm, component, self.name)}
         trainable = rules.shardings(tables.TRAINABLE, shapes.trainable, self.placement.learner, name="lora")
         return Weights(trainable, frozen)
@@ -81,13 +81,13 @@ class DPO(Recipe):
         for target, names in lora.match(self.cfg.lora.targets).items():
             modules = ", ".join(lora.MODULES[name] for name in names)
             print(f"lora.targets {target!r}: {modules}, in each of {self.model.layers} layers", flush=True)
-        init = jax.jit(lambda key: lora.init(key, self.model, self.lora), out_shardings=self.shardings().trainable)
+        init = jax.jit(lambda key: lora.init(key, self.model, self.lora), out_shardings=self.shardings.trainable)
         trainable = init(rngs.stream(self.cfg.seed, "lora"))
         return Weights(trainable, self.load_frozen() if frozen is None else frozen)
 
     def load_frozen(self) -> Tree:
         """Streams the model's weights into their shards; fills a cached reference."""
-        placed = self.shardings().frozen[self.name]
+        placed = self.shardings.frozen[self.name]
         params = frozen_models.load(self.location, self.cfg, self.llm, placed, self.placement.platform)
         if self._store is not None:
             count = sum(self._fill(self._store, data, params) for data in (*self._train, *self._held_out))

@@ -88,7 +88,7 @@ class LatentWire(WireReaders):
     # --- weights
 
     @functools.cached_property
-    def _abstract(self) -> Weights:
+    def abstract(self) -> Weights:
         spec, body, frozen = self.wire.encoder, None, self._abstract_readers()
         if spec.body and spec.pairs:
             frozen[SHARED] = frozen_models.abstract_body(spec.body, spec.precision)
@@ -104,8 +104,8 @@ class LatentWire(WireReaders):
         return step_costs.once(self, "", "init", models, lambda: jax.jit(self.wire.init))
 
     @functools.cached_property
-    def _shardings(self) -> Weights:
-        shapes = self.abstract()
+    def shardings(self) -> Weights:
+        shapes = self.abstract
         frozen = self._reader_shardings()
         if SHARED in shapes.frozen:
             whole = place.whole(self.placement.learner)
@@ -114,7 +114,7 @@ class LatentWire(WireReaders):
         return Weights(trainable, frozen)
 
     def build(self, frozen: Tree | None = None) -> Weights:
-        placed = self.shardings()
+        placed = self.shardings
         readers: Tree = self.load_frozen() if frozen is None else frozen
         body = None
         if self.body_location and self.wire.encoder.body and self.wire.encoder.pairs is None:
@@ -153,8 +153,8 @@ class LatentWire(WireReaders):
             shapes = {"encoder": self.placed().trainable["encoder"]}
             return trainable | join.read_trainable(self.cfg, shapes, without=other.llms)
         sizes = LatentWire(other, placement.one_mesh(self.placement.learner, list(other.llms)), outline=True)
-        replicated = jax.tree.leaves(self.shardings().trainable)[0]
-        shapes = jax.tree.map(lambda leaf: leaf.update(sharding=replicated), sizes.abstract().trainable)
+        replicated = jax.tree.leaves(self.shardings.trainable)[0]
+        shapes = jax.tree.map(lambda leaf: leaf.update(sharding=replicated), sizes.abstract.trainable)
         return trainable | {"encoder": join.read_trainable(self.cfg, shapes)["encoder"]}
 
     def _count_tokens(self, trainable: Tree, frozen: Tree) -> Tree:
@@ -209,7 +209,7 @@ class LatentWire(WireReaders):
 
     def load_frozen(self) -> Tree:
         """Streams the readers' weights, and those of a frozen body, into their shards."""
-        placed, spec = self.shardings().frozen, self.wire.encoder
+        placed, spec = self.shardings.frozen, self.wire.encoder
         readers = self._load_readers(placed)
         if self.cfg.loss.kl and self.cfg.loss.teacher_k:
             self._teacher.fill(readers)

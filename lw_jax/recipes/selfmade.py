@@ -201,19 +201,19 @@ class SelfmadeReader(Recipe):
         )
 
     @functools.cached_property
-    def _abstract(self) -> Weights:
+    def abstract(self) -> Weights:
         return Weights(decoder.abstract(self.config, jnp.float32), {})
 
     @functools.cached_property
-    def _shardings(self) -> Weights:
+    def shardings(self) -> Weights:
         return Weights(
-            rules.shardings(tables.TRAINABLE, self.abstract().trainable, self.placement.learner, name="selfmade"), {}
+            rules.shardings(tables.TRAINABLE, self.abstract.trainable, self.placement.learner, name="selfmade"), {}
         )
 
     def build(self, frozen: Tree | None = None) -> Weights:
         init = jax.jit(
             lambda key: decoder.init(key, self.config, jnp.float32, scale=0.05),
-            out_shardings=self.shardings().trainable,
+            out_shardings=self.shardings.trainable,
         )
         return Weights(init(rngs.stream(self.cfg.seed, f"selfmade/{self.family}")), {})
 

@@ -77,20 +77,20 @@ class TTT(Recipe):
     # --- weights
 
     @functools.cached_property
-    def _abstract(self) -> Weights:
+    def abstract(self) -> Weights:
         return Weights(ttt.abstract(self.model), {NAME: {}})
 
     @functools.cached_property
-    def _shardings(self) -> Weights:
+    def shardings(self) -> Weights:
         over = self.placement.readers[NAME].table == "fsdp"
         table = tables.LEARNER_FSDP if over else tables.TRAINABLE
-        shapes = self.abstract().trainable
+        shapes = self.abstract.trainable
         return Weights(rules.shardings(table, shapes, self.placement.learner, name="ttt"), {NAME: {}})
 
     def build(self, frozen: Tree | None = None) -> Weights:
         """Initialises the weights, or loads those of ttt.source."""
         del frozen
-        shardings, source = self.shardings().trainable, self.cfg.ttt.source
+        shardings, source = self.shardings.trainable, self.cfg.ttt.source
         if not source:
             init = jax.jit(lambda key: ttt.init(key, self.model), out_shardings=shardings)
             return Weights(init(rngs.stream(self.cfg.seed, "ttt")), {NAME: {}})

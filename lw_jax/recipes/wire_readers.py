@@ -48,7 +48,7 @@ class WireReaders(Recipe):
         }
 
     def _reader_shardings(self) -> Tree:
-        shapes = self.abstract().frozen
+        shapes = self.abstract.frozen
         return {
             name: frozen_models.shardings(shapes[name], self.cfg.llms[name], component, name)
             for name, component in self.placement.readers.items()

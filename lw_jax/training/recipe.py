@@ -7,7 +7,7 @@ between recipes are behind this class.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
@@ -53,8 +53,6 @@ class Recipe:
     decays_all = False  # weight decay reaches norms, biases, gains and embeddings too
     splits_computation = True  # over a model axis, as its readers' weights; False: estimates have a device do all of it
     has_branches = False  # the loss is `share` and a `branch` per reader, so that readers can be on other devices
-    _abstract: Any  # `Weights`, cached properties of a recipe: the planner asks some hundred times
-    _shardings: Any
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
         self.cfg, self.placement, self.outline = cfg, placed, outline
@@ -70,17 +68,19 @@ class Recipe:
         """Returns the unit that the logs count and its number in an example: ("tokens", 512)."""
         return "samples", 1
 
+    @functools.cached_property
     def abstract(self) -> Weights:
-        """Returns both trees as ShapeDtypeStructs."""
-        return self._abstract
+        """Both trees as ShapeDtypeStructs; traced once, as the planner asks some hundred times."""
+        raise NotImplementedError
 
+    @functools.cached_property
     def shardings(self) -> Weights:
-        """Returns both trees as NamedShardings, each component on its mesh."""
-        return self._shardings
+        """Both trees as NamedShardings, each component on its mesh."""
+        raise NotImplementedError
 
     def placed(self) -> Weights:
         """Returns both trees as ShapeDtypeStructs with their shardings."""
-        shapes, shardings = self.abstract(), self.shardings()
+        shapes, shardings = self.abstract, self.shardings
         trainable = place.place_shapes(shapes.trainable, shardings.trainable)
         return Weights(trainable, place.place_shapes(shapes.frozen, shardings.frozen))
 

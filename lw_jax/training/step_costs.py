@@ -31,7 +31,7 @@ def of(step_spec: StepSpec, widths: Tree, rows: int, *, backward: bool = True) -
     `backward`: forward and backward, a micro-batch's; else forward alone, as validation runs it.
     """
     recipe, batch = on_one_device(step_spec), _batch(widths, rows)
-    weights, rng, way = recipe.abstract(), rngs.abstract(), "both" if backward else "forward"
+    weights, rng, way = recipe.abstract, rngs.abstract(), "both" if backward else "forward"
     if not recipe.has_branches:
         (name,) = step_spec.placement.readers
         loss = train_step.whole_gradient(recipe) if backward else recipe.loss
@@ -64,7 +64,7 @@ def kept_bytes(step_spec: StepSpec, widths: Tree, rows: int) -> int:
     recipe = on_one_device(step_spec)
     if not recipe.has_branches:
         return 0
-    weights, source = recipe.abstract(), _batch(widths, rows)["source"]
+    weights, source = recipe.abstract, _batch(widths, rows)["source"]
     primals = weights.trainable, source, rngs.abstract(), weights.frozen.get(SHARED)
 
     def residuals() -> int:
@@ -76,7 +76,7 @@ def kept_bytes(step_spec: StepSpec, widths: Tree, rows: int) -> int:
 
 
 def update(step_spec: StepSpec) -> Costs:
-    shapes, optimizer = step_spec.recipe.abstract().trainable, step_spec.optimizer
+    shapes, optimizer = step_spec.recipe.abstract.trainable, step_spec.optimizer
     args = shapes, jax.eval_shape(optimizer.init, shapes), shapes
     return once(step_spec.recipe, "", "update", shapes, lambda: trace(optimizer.update, *args))
 

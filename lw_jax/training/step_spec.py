@@ -30,7 +30,7 @@ class StepSpec:
             cfg.optim,
             phases=self.phases,
             rates=recipe.rates,
-            abstract=recipe.abstract().trainable,
+            abstract=recipe.abstract.trainable,
             decays_all=recipe.decays_all,
         )
         self.step = train_step.make(recipe, self.placement, self.optimizer, seed=cfg.seed)

@@ -290,7 +290,7 @@ def _accumulate(
 
 
 def _is_replicated(recipe: Recipe) -> bool:
-    return all(sharding.is_fully_replicated for sharding in jax.tree.leaves(recipe.shardings().trainable))
+    return all(sharding.is_fully_replicated for sharding in jax.tree.leaves(recipe.shardings.trainable))
 
 
 def _at(batch: Tree, index: jax.Array) -> Tree:

@@ -157,7 +157,7 @@ class Run:
         self._frozen = weights.frozen
 
     def _describe_batch(self) -> str:
-        trainable = tree.count(optimizers.learned(self.recipe.rates, self.recipe.abstract().trainable))
+        trainable = tree.count(optimizers.learned(self.recipe.rates, self.recipe.abstract.trainable))
         cut = self.step_spec.cut(self.accumulation)
         padding = cut.describe(micro_batch=bool(self.cfg.train.micro_batch))
         less = f" - {cut.filling} padding rows" if padding else ""

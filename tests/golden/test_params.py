@@ -127,9 +127,9 @@ def test_trainable_tree_and_how_it_learns_are_unchanged(root: Path) -> None:
     for name, changes in ENCODERS.items():
         source = {"encoder__source": str(tiny.readers(root)["qwen"])} if name.startswith("lm") else {}
         recipe = tiny.make_recipe(root, devices=2, **changes, **source)
-        shapes = recipe.abstract().trainable
+        shapes = recipe.abstract.trainable
         columns = {
-            "placement": jax.tree.map(spec, recipe.shardings().trainable),
+            "placement": jax.tree.map(spec, recipe.shardings.trainable),
             "rate": rules.match([(path, str(rate)) for path, rate in recipe.rates], shapes, name="rates"),
             "decay": jax.tree.map(str, optimizers.decays(shapes)),
         }

@@ -88,5 +88,5 @@ def test_a_start_on_several_devices_is_that_of_one(one, four):
 
 def test_codes_lie_whole_on_every_device_of_their_reader(four):
     recipe, _ = four
-    shapes = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
+    shapes = place.place_shapes(recipe.abstract.trainable, recipe.shardings.trainable)
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(shapes))

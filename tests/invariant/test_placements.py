@@ -90,7 +90,7 @@ def test_heads_that_do_not_divide_stay_whole_and_the_curve_is_the_same(root, thi
     for devices in (3, 6):
         recipe = tiny.make_recipe(root, devices=devices, model=3, strategy="tensor", **thirds)
         for name in ("llama", "qwen"):
-            layers = recipe.shardings().frozen[name]["layers"]
+            layers = recipe.shardings.frozen[name]["layers"]
             assert all(layers[leaf].is_fully_replicated for leaf in ("q", "k", "v", "o"))
             assert not any(layers[leaf].is_fully_replicated for leaf in ("gate", "up", "down"))
     tiny.assert_same_curve(tiny.unsaved_curve(recipe, tmp_path / "run"), curve_of_thirds)
@@ -149,7 +149,7 @@ def test_validation_of_readers_apart_is_that_of_one_device(root, trained):
     for where in ({}, APART["split 4"]):
         recipe = tiny.make_recipe(root, **where)
         run = trainer.Run(recipe.cfg, recipe, None, None)
-        run.state = {"trainable": jax.device_put(jax.device_get(trained), recipe.shardings().trainable)}
+        run.state = {"trainable": jax.device_put(jax.device_get(trained), recipe.shardings.trainable)}
         found.append(run.validation_loop.measure(run.state["trainable"], recipe.load_frozen()))
     assert found[0].keys() == found[1].keys()
     for key, value in found[0].items():

@@ -107,7 +107,7 @@ def make(name: str, micro_batches: int):
     """(recipe, its step, state, frozen weights, batch) with so many micro-batches a step."""
     recipe, optimizer = Toy(name), optax.sgd(0.1, momentum=0.9)
     step = train_step.make(recipe, recipe.placement, optimizer, seed=0)
-    weights, placed = recipe.weights(), recipe.shardings()
+    weights, placed = recipe.weights(), recipe.shardings
     trainable = jax.device_put(weights.trainable, placed.trainable)
     opt_state = place.replicate(optimizer.init(trainable), recipe.placement.learner)
     count = place.replicate(np.int32(0), recipe.placement.learner)

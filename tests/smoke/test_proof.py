@@ -69,7 +69,7 @@ def test_latents_survive_quantisation(proof, reader):
 
 def test_encoder_is_small():
     cfg = config.build(pairs.get_config())
-    assert tree.count(tiny.outline(cfg).recipe.abstract().trainable["encoder"]) <= PARAMETERS
+    assert tree.count(tiny.outline(cfg).recipe.abstract.trainable["encoder"]) <= PARAMETERS
 
 
 def test_a_run_leaves_what_the_readme_promises(trained: Path) -> None:

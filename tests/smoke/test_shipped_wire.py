@@ -16,7 +16,7 @@ MOST = 32e6  # bytes
 def test_arrays_are_those_of_its_configuration():
     cfg = wire_folder.read_config(FOLDER)
     recipe = CacheWire(cfg, tiny.place(cfg), outline=True)
-    codes = wire_tensors.read(FOLDER, place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable))
+    codes = wire_tensors.read(FOLDER, place.place_shapes(recipe.abstract.trainable, recipe.shardings.trainable))
     for name in cfg.llms:
         basis = np.asarray(codes["codes"][name]["basis"])
         np.testing.assert_allclose(basis @ basis.T, np.eye(len(basis)), atol=0.02)

@@ -65,7 +65,7 @@ def test_writing_is_predicted_from_its_own_program(wire, stand_in):
     assert row.predicted_seconds == seconds and row.samples_per_second == 4 / seconds, "3 texts, and one for the second"
     assert row.flops == workload.encode_flops(wire.recipe)
     # weights and texts of a device, and the latents that it makes
-    learned = sum(leaf.size * 4 for leaf in jax.tree.leaves(wire.recipe.abstract().trainable["encoder"]))
+    learned = sum(leaf.size * 4 for leaf in jax.tree.leaves(wire.recipe.abstract.trainable["encoder"]))
     assert row.peak_bytes > learned
 
 

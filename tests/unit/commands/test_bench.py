@@ -65,7 +65,7 @@ def test_encoding_and_answers_are_timed_for_a_whole_batch(wire):
     rows = wire.measure("answer")
     assert [row.subject for row in rows] == ["llama", "qwen"]
     for row in rows:
-        shapes = wire.recipe.abstract().frozen[row.subject]
+        shapes = wire.recipe.abstract.frozen[row.subject]
         weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
         looked_up = 0 if "head" not in shapes else shapes["embed"].size * 4
         model = wire.recipe.wire.readers[row.subject].config

@@ -163,7 +163,7 @@ def test_frozen_stacks_are_bits_and_a_tied_head_is_stored_for_its_products(root)
     )
     head = exact.get("head", exact["embed"])
     np.testing.assert_array_equal(frozen["head"], head.astype(jnp.bfloat16))
-    shapes = recipe.abstract().frozen["llama"]
+    shapes = recipe.abstract.frozen["llama"]
     assert jax.tree.map(lambda x: x.dtype, shapes) == jax.tree.map(lambda x: x.dtype, frozen)
 
 
@@ -188,5 +188,5 @@ def test_auto_is_bf16_where_the_processor_has_products_for_it(monkeypatch, flags
 def test_a_gpu_multiplies_readers_as_they_are_stored(root):
     recipe = tiny.make_recipe(root, only="llama", compute__dtype="bf16")
     absent = placement.Placement("single", recipe.placement.learner, recipe.placement.readers, stands_for="gpu")
-    shapes = recipes.make(recipe.cfg, absent, outline=False).abstract().frozen["llama"]
+    shapes = recipes.make(recipe.cfg, absent, outline=False).abstract.frozen["llama"]
     assert {leaf.dtype.name for leaf in jax.tree.leaves(shapes)} == {"float32"}

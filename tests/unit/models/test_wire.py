@@ -116,8 +116,8 @@ def test_pretrained_body_keeps_its_first_layers(root):
     assert set(body) == {"embed", "layers"}, "what the encoder never reads is not trained"
     np.testing.assert_array_equal(body["embed"], whole["embed"])
     jax.tree.map(lambda kept, full: np.testing.assert_array_equal(kept, full[:1]), body["layers"], whole["layers"])
-    assert recipe.abstract().trainable["encoder"]["head"]["mix"].shape == (2,)
-    assert jax.tree.structure(recipe.abstract().trainable["encoder"]["body"]) == jax.tree.structure(body)
+    assert recipe.abstract.trainable["encoder"]["head"]["mix"].shape == (2,)
+    assert jax.tree.structure(recipe.abstract.trainable["encoder"]["body"]) == jax.tree.structure(body)
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,7 @@ def test_weights_trainables_and_moments_are_those_on_the_fullest_device(strategy
     mesh = program.placement.meshes[found.by_mesh.index(found.peak)]
     there = held(program)
     assert {there[device] for device in mesh.devices.flat} == {found.weights}
-    learned = sum(4 * math.prod(leaf.shape) for leaf in jax.tree.leaves(program.recipe.abstract().trainable))
+    learned = sum(4 * math.prod(leaf.shape) for leaf in jax.tree.leaves(program.recipe.abstract.trainable))
     learns = mesh == program.placement.learner
     assert (found.trainable, found.optimizer) == ((learned, 2 * learned + COUNTERS) if learns else (0, 0))
     assert found.peak == found.weights + found.trainable + found.optimizer + found.activations
@@ -236,7 +236,7 @@ def test_trainable_weights_over_data_are_sent_with_every_micro_batch_and_whole_o
         )
         assert often == times * once > 0
     # gathered twice and scattered once, or summed: twice
-    assert once == 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(recipe.abstract().trainable))
+    assert once == 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(recipe.abstract.trainable))
 
 
 @pytest.mark.parametrize("target", ["h100x4", "2xh100x2"])

@@ -90,7 +90,7 @@ def count_fits(jaxpr):
 
 def test_over_shards_texts_are_written_one_way_where_nothing_is_fitted(recipe, batch):
     shards = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
-    weights = recipe.abstract()
+    weights = recipe.abstract
     losses = jax.vmap(recipe.loss, in_axes=(None, None, 0, None))
     traced = jax.make_jaxpr(losses)(weights.trainable, weights.frozen, shards, jax.random.key(0))
     assert count_fits(traced.jaxpr) == 0, "a predicate that differs between shards would compute both ways"
@@ -107,7 +107,7 @@ def test_steps_along_the_gradient_lower_the_loss(recipe, started, batch, gradien
         first = first or float(terms.sum / terms.weight)
         trainable = descend(trainable, slope)
     assert float(gradient(trainable, batch)[1].sum / terms.weight) < first - 0.02
-    rates = rules.match(recipe.rates, recipe.abstract().trainable, name="learning rates")
+    rates = rules.match(recipe.rates, recipe.abstract.trainable, name="learning rates")
     assert {key for key, rate in rates["codes"]["qwen"].items() if rate} == TRAINED
     codes = jax.device_get(slope["codes"])
     for name, own in codes.items():
@@ -157,7 +157,7 @@ def pair(root):
 
 def curve_of(recipe, started, folder):
     """Losses and codes of a run from a start that was made elsewhere."""
-    codes = jax.device_put(jax.device_get(started.trainable), recipe.shardings().trainable)
+    codes = jax.device_put(jax.device_get(started.trainable), recipe.shardings.trainable)
     weights = type(started)(codes, recipe.load_frozen())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe, "build", lambda frozen=None: weights)

@@ -444,7 +444,7 @@ def test_the_widths_whose_pair_is_below_32_mb(width, fits):
     cfg = config.build(pair.get_config())
     cfg = dataclasses.replace(cfg, encoder=dataclasses.replace(cfg.encoder, width=width))
     recipe = CacheWire(cfg, tiny.place(cfg), outline=True)
-    size = sum(wire_tensors.part_bytes(recipe.abstract().trainable, "int8").values())
+    size = sum(wire_tensors.part_bytes(recipe.abstract.trainable, "int8").values())
     assert (size <= MOST_CACHE_BYTES) == fits
 
 
@@ -499,7 +499,7 @@ def test_configurations_that_do_not_go_with_the_kind_are_refused(root, changes, 
 
 
 def test_the_tree_is_what_is_described(wire):
-    wanted = wire.recipe.abstract().trainable
+    wanted = wire.recipe.abstract.trainable
     assert jax.tree.map(lambda x: (x.shape, x.dtype), wanted) == jax.tree.map(
         lambda x: (x.shape, x.dtype), wire.trainable
     )

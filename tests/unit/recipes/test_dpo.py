@@ -89,7 +89,7 @@ def moved(recipe, scale=0.2):
     """Pairs that have learned something."""
     rng = np.random.default_rng(3)
     return jax.tree.map(
-        lambda x: jnp.asarray(scale * rng.standard_normal(x.shape), jnp.float32), recipe.abstract().trainable
+        lambda x: jnp.asarray(scale * rng.standard_normal(x.shape), jnp.float32), recipe.abstract.trainable
     )
 
 

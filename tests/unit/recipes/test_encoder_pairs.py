@@ -43,8 +43,8 @@ def test_fresh_pairs_give_the_latents_and_the_adapters_of_the_untouched_body(roo
 
 def test_frozen_body_has_the_shapes_that_are_planned_and_no_share_of_what_is_saved(root):
     recipe = make(root, compute__dtype="bf16", devices=2)
-    shapes, built, program = recipe.abstract(), recipe.build(), StepSpec(recipe.cfg, recipe)
-    placed = jax.tree.map(lambda leaf, at: (leaf.shape, leaf.dtype, at), shapes.frozen, recipe.shardings().frozen)
+    shapes, built, program = recipe.abstract, recipe.build(), StepSpec(recipe.cfg, recipe)
+    placed = jax.tree.map(lambda leaf, at: (leaf.shape, leaf.dtype, at), shapes.frozen, recipe.shardings.frozen)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), built.frozen) == placed
     (weights,) = program.frozen_bytes().values()
     assert weights == sum(map(tree.nbytes, built.frozen.values())) > tree.nbytes(built.frozen["llama"])

@@ -48,14 +48,14 @@ def test_what_is_pretrained_has_its_own_rate_in_each_stage_and_a_new_body_that_o
 def test_a_frozen_body_is_not_counted_among_the_trainable_parameters(root, bodies, capsys):
     recipe = tiny.make_recipe(root, encoder__kind="lm", encoder__rate=0.0, **bodies["lm"])
     trainer.Run(recipe.cfg, recipe, None, None).prepare()
-    shapes = recipe.abstract().trainable
+    shapes = recipe.abstract.trainable
     count = tree.count(shapes) - tree.count(shapes["encoder"]["body"])
     assert f"; {count:,} trainable parameters;" in capsys.readouterr().out
 
 
 def work(recipe, batch):
     """(FLOPs of the latents' gradient as compiled, the gradient)."""
-    trainable = jax.eval_shape(lambda: recipe.abstract().trainable)
+    trainable = jax.eval_shape(lambda: recipe.abstract.trainable)
     drawn = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.1, leaf.dtype), trainable)
 
     def loss(trainable):

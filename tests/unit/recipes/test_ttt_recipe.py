@@ -116,7 +116,7 @@ def test_measured_terms_add_up_to_the_loss(recipe, params):
 def test_validation_of_a_run_is_the_mean_over_all_held_out_tokens(root, params):
     recipe = tiny.make_ttt(root, devices=4, eval__examples=0, eval__batch=8)
     run = trainer.Run(recipe.cfg, recipe, None, None)
-    run.state = {"trainable": jax.device_put(jax.device_get(params), recipe.shardings().trainable)}
+    run.state = {"trainable": jax.device_put(jax.device_get(params), recipe.shardings.trainable)}
     windows = recipe.validation()[0][1]
     assert len(windows) % 8, "the last batch must be filled up"
     found = run.validation_loop.measure(run.state["trainable"], {"lm": {}})
@@ -234,7 +234,7 @@ def test_training_goes_on_from_a_folder(root, source, params):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(built), ttt.fill_tables(found.model, params))
     assert built["embed"].shape == (320, 24)
     for (path, leaf), at in zip(
-        tree.flatten_paths(built).items(), jax.tree.leaves(found.shardings().trainable), strict=True
+        tree.flatten_paths(built).items(), jax.tree.leaves(found.shardings.trainable), strict=True
     ):
         assert leaf.sharding.is_equivalent_to(at, leaf.ndim), path
 

@@ -113,7 +113,7 @@ def test_same_rows_elsewhere_and_made_cards_have_the_same_content(make, root, tm
 @pytest.mark.parametrize("kind", ["latentwire", "dpo", "ttt"])
 def test_run_is_read_when_its_data_is_gone_and_refused_when_its_weights_are_others(make, tmp_path, kind, monkeypatch):
     recipe = make(kind)
-    trainable = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), recipe.abstract().trainable)
+    trainable = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), recipe.abstract.trainable)
     save(tmp_path / "run" / "checkpoints", recipes.identity(recipe, recipe.cfg), trainable)
     for name in FILES:
         (tmp_path / name).unlink()

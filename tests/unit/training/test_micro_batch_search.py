@@ -119,7 +119,7 @@ def weightless(lowered):
 def test_bytes_that_stay_on_a_device_are_those_counted_by_hand(strategy, readers, root):
     program = make_program(root, devices=2, strategy=strategy)
     found = memory.measure(program, program.recipe.batch_widths(), 1, compile=weightless)
-    learned = sum(4 * math.prod(leaf.shape) for leaf in jax.tree.leaves(program.recipe.abstract().trainable))
+    learned = sum(4 * math.prod(leaf.shape) for leaf in jax.tree.leaves(program.recipe.abstract.trainable))
     rows = 8 // program.placement.data
     assert found.weights == program.frozen_bytes()[program.placement.learner]
     assert (found.trainable, found.optimizer) == (learned, 2 * learned + COUNTERS)
