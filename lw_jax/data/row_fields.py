@@ -53,7 +53,7 @@ class Fields(Generic[_T]):
         if fields.unread:
             shown = ", ".join(f"{column!r} ({count:,} rows)" for column, count in fields.unread.most_common(_SHOWN))
             more = len(fields.unread) - _SHOWN
-            _warn_once(f"{where}: not read: {shown}" + (f" and {more:,} more" if more > 0 else ""))
+            warn_once(f"{where}: not read: {shown}" + (f" and {more:,} more" if more > 0 else ""))
 
     def convert(self, row: Mapping[str, Any], where: str) -> _T:
         """Returns one row that a library has read. Raises UserError naming place, field, value and rule."""
@@ -134,5 +134,5 @@ def _descend(value: Any, names: Sequence[str]) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _warn_once(line: str) -> None:
+def warn_once(line: str) -> None:
     _log.warning(line)

@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import expand
 from lw_jax.data import rows
-from lw_jax.data.row_fields import Fields
+from lw_jax.data.row_fields import Fields, warn_once
 
 HUB = "hub:"
 SUFFIXES = (".parquet", ".arrow")
+_SHOWN = 5  # files in a message
 BATCH = 128  # rows of a file in memory at once
 # What a split's name begins with; so it is told from a configuration of the hub and found in the names of files.
 _SPLIT = re.compile(r"(?:train|valid|val|validation|dev|test)(?![a-z])", re.ASCII)
@@ -145,10 +146,14 @@ def files(source: str, split: str, *, beside: Collection[str] = ()) -> list[Path
     if not path.is_dir():
         rule = f"name a file, a folder of them or of datasets.save_to_disk, or {_HUB_FORM}"
         raise UserError(f"{path}: no such file or folder (seen from {Path.cwd()}); {rule}")
-    matches = _walk(path, (*SUFFIXES, *beside))
+    here, known = _walk(path), (*SUFFIXES, *beside)
+    matches = [file for file in here if suffix_of(file) in known]
     tables = [file for file in matches if suffix_of(file) in SUFFIXES]
-    if tables and not beside and (unread := _walk(path, (".jsonl",))):
-        raise UserError(f"{unread[0]}: stands in a folder of tables, which alone are read; {_COMMAS}")
+    if tables and not beside and (rows_beside := [file for file in here if suffix_of(file) == ".jsonl"]):
+        raise UserError(f"{rows_beside[0]}: stands in a folder of tables, which alone are read; {_COMMAS}")
+    if matches and (unread := [file.relative_to(path).as_posix() for file in here if suffix_of(file) not in known]):
+        more = f" and {len(unread) - _SHOWN:,} more" if len(unread) > _SHOWN else ""
+        warn_once(f"{path}: not read: {', '.join(unread[:_SHOWN])}{more}; of a folder {', '.join(known)} are")
     if not named and len(tables) < len(matches):
         if len(several := {_split_of(file.relative_to(path)) for file in matches} - {""}) > 1:
             raise UserError(
@@ -217,9 +222,9 @@ def _parts(batch: Any) -> Iterator[Any]:
     return (batch.slice(start, BATCH) for start in range(0, batch.num_rows, BATCH))
 
 
-def _walk(folder: Path, suffixes: Collection[str] = SUFFIXES) -> list[Path]:
-    """Returns the files below a folder that have one of the suffixes, in the order of their names; none hidden."""
-    paths = {file.relative_to(folder): file for file in folder.rglob("*") if suffix_of(file) in suffixes}
+def _walk(folder: Path) -> list[Path]:
+    """Returns the files below a folder in the order of their names; none hidden."""
+    paths = {file.relative_to(folder): file for file in folder.rglob("*")}
     seen = (name for name, file in paths.items() if file.is_file() and not any(part[0] == "." for part in name.parts))
     return [paths[name] for name in sorted(seen, key=Path.as_posix)]
 
@@ -347,7 +352,7 @@ def _rows_of(source: str, split: str, beside: Collection[str]) -> set[str]:
 def _splits(folder: Path) -> bool:
     if is_saved(folder):
         return (folder / "dataset_dict.json").is_file()
-    return any(_split_of(file.relative_to(folder)) for file in _walk(folder))
+    return any(_split_of(file.relative_to(folder)) for file in _walk(folder) if suffix_of(file) in SUFFIXES)
 
 
 def _no_split(path: Path, split: str, known: Iterable[str]) -> UserError:

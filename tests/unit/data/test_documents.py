@@ -66,6 +66,15 @@ def test_folder_is_read_in_the_order_of_names_at_any_depth(tmp_path):
     assert texts(tmp_path) == ["first", "second", "third", "last"]
 
 
+def test_files_of_a_folder_that_are_not_read_are_named_once(tmp_path, caplog):
+    (tmp_path / "b").mkdir()
+    for name in ("a.txt", "a.json", "b/rows.csv.gz", "LICENSE", ".hidden.json"):
+        (tmp_path / name).write_text("text")
+    assert [identify(str(tmp_path)), texts(tmp_path)][1] == ["text"]
+    (warning,) = caplog.messages
+    assert f"{tmp_path}: not read: LICENSE, a.json, b/rows.csv.gz;" in warning and ".jsonl" in warning
+
+
 def test_folder_of_several_splits_that_are_not_tables_alone_is_refused(tmp_path):
     for name in ("train.jsonl", "train-2.jsonl.gz", "train-3.jsonl.gz", "test.jsonl"):
         write_rows(tmp_path / name, [name])
