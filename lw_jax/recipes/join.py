@@ -47,7 +47,7 @@ def read_trainable(cfg: Config, shapes: Tree, *, without: Collection[str] = ()) 
     try:
         if wire_folder.is_wire(folder):
             body = {name: model for name, model in wire_folder.read(folder).models.items() if name == BODY}
-            wire_models.check(folder, body, cfg, wire_models.describe(cfg, names=body))
+            wire_models.check(folder, body, cfg, wire_models.describe(cfg, names={BODY}))
             return wire_tensors.read(folder, shapes, without=without)
         restored = checkpoint.read_best(folder, shapes, identity=None)
         _check_body(cfg, restored.identity)

@@ -264,6 +264,9 @@ def test_encoder_of_a_wire_folder_is_taken_with_its_own_body_alone(root, trained
     )
     with pytest.raises(UserError, match=r"encoder\.run = .*the encoder's body .*sha256"):
         join.read_trainable(other, {})
+    sign(shutil.copytree(exported["fp32"], tmp_path / "bare"), models={})
+    with pytest.raises(UserError, match=r"encoder\.run = .*does not state models\.encoder"):
+        join.read_trainable(make(root, encoder__run=str(tmp_path / "bare")), {})
 
 
 def test_export_says_where_a_large_wire_has_its_bytes_and_replaces_wires_only(trained, tmp_path, capsys, monkeypatch):
