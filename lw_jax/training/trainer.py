@@ -239,13 +239,24 @@ class Run:
             self.reporter.report(*pending, flush=flush)
 
     def _save(self, step: int, *, wait: bool) -> None:
-        """Saves a checkpoint; the step is logged first: neither a kill in between nor a resumed run leaves a gap."""
+        """Saves a checkpoint; the step is logged first: neither a kill in between nor a resumed run leaves a gap.
+
+        Raises:
+          UserError: the state cannot be copied from the devices.
+        """
         assert self.checkpointer is not None
         with out_of_memory.detect():
             self._report_pending(flush=True)
         with self.reporter.clock.paused() if self._is_validated(step) else contextlib.nullcontext():
-            with phase(f"saving checkpoint {step}"):
-                self.checkpointer.save(step, self.state, data=self._loader.state(), wait=wait)
+            try:
+                with phase(f"saving checkpoint {step}"), out_of_memory.detect():
+                    self.checkpointer.save(step, self.state, data=self._loader.state(), wait=wait)
+            except OutOfMemory as error:  # a smaller micro-batch would not make the state smaller
+                raise UserError(
+                    f"out of memory while checkpoint {step} is copied from the devices: {error}; "
+                    f"{_describe_kept(self._saved)}. End other programs on the device, lower "
+                    "--config.train.micro_batch, or split the readers (--config.mesh.placement=tensor)"
+                ) from error
         self._saved = step
 
     def _is_validated(self, step: int) -> bool:
@@ -331,8 +342,11 @@ def _check_finite(step: int, values: Tree, cfg: Config, *, saved: int | None) ->
             f"{line}, before the first update: caused by a weight, an example or compute.dtype={cfg.compute.dtype}; "
             "load other weights, or set --config.compute.dtype=fp32"
         )
-    checkpoint = "no checkpoint was saved yet" if saved is None else f"checkpoint {saved} is kept"
     raise UserError(
-        f"{line}; {checkpoint}. Lower optim.learning_rate={cfg.optim.learning_rate} or "
+        f"{line}; {_describe_kept(saved)}. Lower optim.learning_rate={cfg.optim.learning_rate} or "
         f"optim.clip_norm={cfg.optim.clip_norm}, or raise optim.warmup_steps"
     )
+
+
+def _describe_kept(saved: int | None) -> str:
+    return "no checkpoint was saved yet" if saved is None else f"checkpoint {saved} is kept"

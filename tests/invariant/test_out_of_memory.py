@@ -122,6 +122,22 @@ def test_checkpoint_that_does_not_fit_either_is_refused_in_one_line(text, tmp_pa
     assert seen == [({}, None)], "the failed step's arrays are given up first"
 
 
+def test_checkpoint_that_cannot_be_copied_from_the_device_is_refused_in_one_line(text, tmp_path, monkeypatch):
+    def fail(path, **_):
+        if path.name == "6":
+            raise jax.errors.JaxRuntimeError(EXHAUSTED)
+        return save(path, **_)
+
+    recipe = tiny.make_ttt(text)
+    with Checkpointer(tmp_path, keep=2, identity=recipe.identity()) as checkpointer:
+        save = checkpointer._orbax.save
+        monkeypatch.setattr(checkpointer._orbax, "save", lambda path, **kwargs: fail(path, **kwargs))
+        rule = r"checkpoint 6 .*RESOURCE_EXHAUSTED.*checkpoint 3 is kept.*config\.mesh\.placement"
+        with pytest.raises(UserError, match=rule):
+            trainer.Run(recipe.cfg, recipe, checkpointer, None).train(lambda step: False)
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+
+
 def test_a_run_without_checkpoints_starts_over(text, alone, tmp_path):
     fail = lambda step: Failing(step, {4}, "after donation")  # noqa: E731
     train_with(tiny.make_ttt(text), tmp_path / "run", fail, checkpoints=False)
