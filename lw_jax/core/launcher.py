@@ -79,12 +79,15 @@ def _port(name: str, text: str) -> int:
 
 
 def _devices(count: int) -> tuple[int, ...]:
-    """A task that is alone on its node takes all, one with GPUs of its own (--gpus-per-task) these, another one GPU."""
+    """A task alone on its node takes all, one with GPUs of its own (--gpus-per-task) these, another one GPU."""
     ids = os.environ.get("JAX_LOCAL_DEVICE_IDS")
     if not ids:
         alone = os.environ.get("SLURM_STEP_NUM_NODES") == str(count)
         asked, seen = os.environ.get("SLURM_GPUS_PER_TASK", ""), os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        own = asked.rpartition(":")[2] == str(len(seen.split(",")))  # "2", "h100:2"; --gpu-bind=none shows all
+        if not asked:  # srun --tres-per-task: "cpu=4,gres/gpu:h100:2"
+            entries = os.environ.get("SLURM_TRES_PER_TASK", "").split(",")
+            asked = next((entry for entry in entries if entry.startswith("gres/gpu")), "")
+        own = re.split("[:=]", asked)[-1] == str(len(seen.split(",")))  # "2", "h100:2"; --gpu-bind=none shows all
         return () if alone or own else (_number("SLURM_LOCALID"),)
     if not re.fullmatch(r"\d+(,\d+)*", ids, re.ASCII):
         raise _refusal("JAX_LOCAL_DEVICE_IDS", "numbers of this node's devices are needed, as 0,1,2,3")

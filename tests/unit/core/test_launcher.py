@@ -72,6 +72,9 @@ def test_address_and_devices_of_jax_take_precedence(read):
         ({"SLURM_STEP_NUM_NODES": "4"}, ()),  # one task a node
         ({"SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0"}, ()),  # which sees its own as number 0
         ({"SLURM_GPUS_PER_TASK": "h100:2", "CUDA_VISIBLE_DEVICES": "2,3"}, ()),
+        ({"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu:1", "CUDA_VISIBLE_DEVICES": "0"}, ()),  # --tres-per-task alone
+        ({"SLURM_TRES_PER_TASK": "gres/gpu:h100=2,cpu=9", "CUDA_VISIBLE_DEVICES": "2,3"}, ()),
+        ({"SLURM_TRES_PER_TASK": "cpu=4", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, (3,)),
         ({"SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, (3,)),  # with --gpu-bind=none
         ({"SLURM_STEP_NUM_NODES": "4", "JAX_LOCAL_DEVICE_IDS": "1"}, (1,)),
     ],
