@@ -23,6 +23,7 @@ from lw_jax.data.tokens import Tokenizer
 from lw_jax.evals import answers, message_latents
 from lw_jax.evals.comparison import Record
 from lw_jax.evals.message_latents import Sent
+from lw_jax.evals.record_log import RecordLog
 from lw_jax.evals.swaps import Swaps
 from lw_jax.evals.wire_functions import WireFunctions
 
@@ -116,12 +117,15 @@ def measure(
     options: config.Eval,
     seed: int = 0,
     swaps: Swaps | None = None,
+    log: RecordLog | None = None,
 ) -> Measured:
     """Returns every reader's answers and scores in the configured rows.
 
     `encoded` has the fields that `options.rows` need, `seed` is of random latents. Records of `swaps`, for the rows of
     changed examples, have the original's "index" and "follows": whether the answer is the new one and not the old one.
+    The log takes the records of each batch; those that it has are not measured again.
     """
+    log = RecordLog() if log is None else log
     indices = spread(len(encoded), options.examples)
     plain = [row for row in options.rows if not ROWS[row].swapped]
     kinds = {ROWS[row].latents for row in plain}
@@ -129,12 +133,14 @@ def measure(
     latents = message_latents.make(bench.encode, encoded, indices, kinds=kinds, **settings)
     records: list[Record] = []
     if plain:
-        records = _read(bench, encoded, indices, rows=plain, latents=latents, options=options)
+        records = _read(bench, encoded, indices, rows=plain, latents=latents, options=options, log=log)
     changed = [row for row in options.rows if ROWS[row].swapped]
     if changed and swaps is not None and swaps.origins:
         swap_indices = list(range(len(swaps.origins)))
         sent = message_latents.make(bench.encode, swaps.encoded, swap_indices, kinds=set(), **settings)
-        swapped_records = _read(bench, swaps.encoded, swap_indices, rows=changed, latents=sent, options=options)
+        swapped_records = _read(
+            bench, swaps.encoded, swap_indices, rows=changed, latents=sent, options=options, log=log
+        )
         records += follow(swapped_records, swaps, encoded)
     return Measured(encoded, indices, latents["own"].values, records)
 
@@ -152,7 +158,7 @@ def follow(records: Iterable[Record], swaps: Swaps, encoded: Encoded) -> list[Re
     return relabelled
 
 
-def _read(
+def _read(  # noqa: PLR0913
     bench: WireSession,
     encoded: Encoded,
     indices: Sequence[int],
@@ -160,26 +166,34 @@ def _read(
     rows: Sequence[str],
     latents: Mapping[str, Sent],
     options: config.Eval,
+    log: RecordLog,
 ) -> list[Record]:
     groups: list[list[Record]] = []  # of each batch, reader and row
-    texts, most = number_texts(encoded), options.max_new_tokens
+    texts, most, compiled = number_texts(encoded), options.max_new_tokens, False
     total = -(-len(indices) // options.batch) * len(encoded.readers) * len(rows)
     with phase("answering the questions in every row of the table", total, "batches") as done:
-        for number, host in enumerate(batches_of(encoded, indices, options.batch, share=processes.share())):
-            if not number:
+        for host in batches_of(encoded, indices, options.batch, share=processes.share()):
+            here = host["index"][host["valid"]].tolist()
+            # Several processes compute each batch together, also those that have no example of it.
+            alone = jax.process_count() == 1
+            missing = {name: log.missing(name, rows, here) if alone else rows for name in encoded.readers}
+            done.skip(sum(len(rows) - len(left) for left in missing.values()))
+            if not compiled and any(missing.values()):
                 compile_together(
                     bench.answer_program(request.fields, request.reader, request.prompt, most)
-                    for request in _ask(bench, host, rows, latents)
+                    for request in _ask(bench, host, missing, latents)
                 )
-            for request in _ask(bench, host, rows, latents):
+                compiled = True
+            for request in _ask(bench, host, missing, latents):
                 name, row = request.reader, request.row
                 outputs = bench.answer(request.fields, name, request.prompt, max_new_tokens=most)
                 taken = [
                     positions(encoded, name, row, index, slots=int(slots))
                     for index, slots in zip(host["index"], request.slots, strict=True)
                 ]
-                groups.append(records_of(encoded, host, name, row, outputs, taken, texts))
+                log.add(records_of(encoded, host, name, row, outputs, taken, texts))
                 done.advance()
+            groups += [log.read([name], [row], here) for name in encoded.readers for row in rows]
     return merge(groups)
 
 
@@ -220,13 +234,16 @@ class _Request(NamedTuple):
 
 
 def _ask(
-    bench: WireSession, host: Mapping[str, Any], rows: Sequence[str], latents: Mapping[str, Sent]
+    bench: WireSession, host: Mapping[str, Any], rows: Mapping[str, Sequence[str]], latents: Mapping[str, Sent]
 ) -> Iterator[_Request]:
-    """Yields a batch as each reader is asked it in each row; a prompt is made when it is its turn."""
+    """Yields a batch as each reader is asked it in each of its rows; a prompt is made when it is its turn."""
     places = host["position"]
-    for name, host_fields in host["readers"].items():
+    for name, wanted in rows.items():
+        if not wanted:
+            continue
+        host_fields = host["readers"][name]
         fields = bench.functions.place(host_fields, name)
-        for row in rows:
+        for row in wanted:
             inputs, sent, slots = fields, None, np.zeros(len(places), np.int32)
             if ROWS[row].latents:
                 values, counts = latents[ROWS[row].latents]

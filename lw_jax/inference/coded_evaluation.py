@@ -8,25 +8,19 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from lw_jax.core import precision
 from lw_jax.core.eval_rows import KNOWN_TO_CACHE, OF_CACHE, ROWS
-from lw_jax.core.files import content_hash
 from lw_jax.core.progress import phase, say
 from lw_jax.core.types import Example
-from lw_jax.data import examples
 from lw_jax.data.batches import Encoded, one_context
 from lw_jax.data.examples import spread
 from lw_jax.evals import cache_rows, swaps
 from lw_jax.evals.comparison import Record
 from lw_jax.evals.control_rows import Measured, describe_measured, follow
 from lw_jax.evals.first_token import Times, fastest, median_text, place_alone
-from lw_jax.evals.record_log import RecordLog
 from lw_jax.inference.coded_wire import CodedWire
+from lw_jax.inference.evaluation_log import open_log
 from lw_jax.models import decoder
 from lw_jax.models.wire import Prompt
-from lw_jax.planning import plan_cache
-
-PARTIAL = "eval.partial.jsonl"  # an evaluation's records, until its results are written
 
 
 def measure(
@@ -39,8 +33,8 @@ def measure(
     """Returns one record per example, reader and row; those at the wire's ratio with their message's bytes.
 
     `taught` has each reader's vectors for the rows that need them, see `taught_text.teach`.
-    With a folder records are written to its file PARTIAL as they are made, and those of the same evaluation that are
-    there are not measured again: of the same wire, program, data and options but for rows and batch.
+    With a folder records are kept there as they are made, and those of the same evaluation are not measured again: see
+    `evaluation_log`.
     """
     recipe, options = wire.recipe, wire.recipe.cfg.eval
     with phase("reading and tokenising the held-out data"):
@@ -56,12 +50,7 @@ def measure(
         swapped = dataclasses.replace(swapped, encoded=cache_rows.attach(swapped.encoded, recipe.layout))
         say(swapped.describe(changed, len(indices)))
         _check_positions(wire, swapped.encoded, range(len(swapped.origins)), rows)
-    vectors = {name: content_hash(np.asarray(vector).tolist()) for name, vector in taught.items()}
-    log = RecordLog(folder and folder / PARTIAL, _key(wire, encoded), vectors=vectors)
-    if len(log):
-        say(f"resuming: {len(log):,} records are in {folder}/{PARTIAL}")
-    elif log.dropped:
-        say(f"{folder}/{PARTIAL}: {log.dropped:,} records of another wire, program, data or options are replaced")
+    log = open_log(recipe, f"{wire.fingerprint} {wire.ratio}", encoded, folder, taught=taught)
 
     def run(encoded: Encoded, indices: Sequence[int], rows: Sequence[str]) -> list[Record]:
         settings = {"batch": batch, "max_new_tokens": options.max_new_tokens}
@@ -90,17 +79,6 @@ def _check_positions(wire: CodedWire, encoded: Encoded, indices: Sequence[int], 
             remedy=f"lower config.data.context_tokens={cfg.data.context_tokens:,} with data.overlong='drop' or 'cut', "
             "or choose another reader",
         )
-
-
-def _key(wire: CodedWire, encoded: Encoded) -> str:
-    """Returns a hash of what the records of all rows depend on; the mesh changes them by rounding alone."""
-    options = dataclasses.asdict(wire.recipe.cfg)
-    for name in ("rows", "batch"):
-        del options["eval"][name]
-    del options["mesh"]
-    options["compute"]["dtype"] = precision.resolve(wire.recipe.cfg.compute.dtype, wire.recipe.placement.platform)
-    asked = [[example.id for example in encoded.examples], examples.digest(encoded.examples)]
-    return content_hash([wire.fingerprint, wire.ratio, options, asked, plan_cache.code()])
 
 
 def measure_times(wire: CodedWire, measured: Measured, name: str) -> tuple[Times, dict[str, float]]:

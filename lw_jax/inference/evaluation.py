@@ -9,7 +9,7 @@ import jax
 import msgspec
 import numpy as np
 
-from lw_jax.core import eval_rows, progress
+from lw_jax.core import eval_rows, progress, tree
 from lw_jax.core.config import Eval
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
@@ -31,6 +31,7 @@ from lw_jax.evals import (
 from lw_jax.evals.results import MODEL, Curve
 from lw_jax.inference import coded_evaluation, taught_text
 from lw_jax.inference.coded_wire import CodedWire
+from lw_jax.inference.evaluation_log import PARTIAL, open_log
 from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.models import decoder
 from lw_jax.planning.generation_memory import generation
@@ -59,23 +60,23 @@ class Evaluation:
 def evaluate(wire: TrainedWire | CodedWire, *, quiet: bool = False, folder: Path | None = None) -> Evaluation:
     """Returns the results that `cfg.eval` of the wire's configuration asks for; prints what it measures, or nothing.
 
-    Records of a wire of kind "cache" are written to the folder as they are made: see `coded_evaluation.measure`.
+    Records of the rows are written to the folder as they are made: see `evaluation_log`.
     """
     before = progress.quiet.set(quiet)  # sys.stdout is that of all threads
     try:
-        return _evaluate_coded(wire, folder) if isinstance(wire, CodedWire) else _evaluate_latents(wire)
+        return _evaluate_coded(wire, folder) if isinstance(wire, CodedWire) else _evaluate_latents(wire, folder)
     finally:
         progress.quiet.reset(before)
 
 
-def _evaluate_latents(wire: TrainedWire) -> Evaluation:
+def _evaluate_latents(wire: TrainedWire, folder: Path | None) -> Evaluation:
     cfg, layout = wire.recipe.cfg, wire.recipe.layout
     coded_by_model = cfg.eval.curve != "none" and cfg.encoder.kind == "lm"
     if coded_by_model:  # it writes there behind all that is measured
         run_folder.check_writable(wire.recipe.surprisal.store.folder, remedy="set LW_JAX_CACHE to a writable folder")
     batch = _batch(wire.recipe)
     bench = _bench(wire, batch)
-    measured = measure(wire, batch, bench)
+    measured = measure(wire, batch, bench, folder=folder)
     texts = control_rows.number_texts(measured.encoded)
     _, first = np.unique([texts[index] for index in measured.indices], return_index=True)
     latents = measured.latents[np.sort(first)]  # each text's once
@@ -160,8 +161,10 @@ def measure(
     wire: TrainedWire,
     batch: out_of_memory.HalvingBatch | None = None,
     bench: control_rows.WireSession | None = None,
+    *,
+    folder: Path | None = None,
 ) -> control_rows.Measured:
-    """Returns one record per example, reader and row, with their examples and latents."""
+    """Returns one record per example, reader and row, with their examples and latents; the folder's are measured."""
     recipe, options = wire.recipe, wire.recipe.cfg.eval
     batch = batch or _batch(recipe)
     bench = bench or _bench(wire, batch)
@@ -179,10 +182,13 @@ def measure(
         encoded = control_rows.attach_ceiling(encoded, spread(len(encoded), options.examples))
     if options.layers == "unstacked":
         say("answers: layers unstacked (eval.layers)")
+    log = open_log(recipe, tree.digest(wire.trainable), encoded, folder, taught=bench.taught)
     return _fitting(
         batch,
         options,
-        lambda options: control_rows.measure(bench, encoded, options=options, seed=recipe.cfg.seed, swaps=changed),
+        lambda options: control_rows.measure(
+            bench, encoded, options=options, seed=recipe.cfg.seed, swaps=changed, log=log
+        ),
     )
 
 
@@ -268,7 +274,7 @@ def write(found: Evaluation, workdir: Path, *, step: int, data: str) -> list[Pat
     write_whole(workdir / EVALUATION, msgspec.json.format(results.to_json(result), indent=2) + "\n")
     write_whole(workdir / "predictions.jsonl", "".join(lines))
     write_whole(workdir / "slots.json", results.to_json(found.slots) + "\n")
-    (workdir / coded_evaluation.PARTIAL).unlink(missing_ok=True)
+    (workdir / PARTIAL).unlink(missing_ok=True)
     return [workdir / name for name in names]
 
 

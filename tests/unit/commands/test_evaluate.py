@@ -13,7 +13,7 @@ import pytest
 from lw_jax.core import progress
 from lw_jax.core.errors import UserError
 from lw_jax.evals import control_rows, quality_curve, results
-from lw_jax.inference import evaluation, taught_text
+from lw_jax.inference import evaluation, evaluation_log, taught_text
 from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.report import page, records
 from lw_jax.training import run_folder
@@ -86,6 +86,30 @@ def test_more_examples_than_a_run_validates_on_are_measured_and_the_time_left_is
     assert len(found.records) == 2 * 20
     found_lines = re.findall(r"^answering .*: (\d) of 8 batches, left ", capsys.readouterr().err, re.MULTILINE)
     assert {2, 7} <= set(map(int, found_lines)) <= set(range(2, 9))
+
+
+def test_evaluation_that_was_cut_short_resumes(wire, found, tmp_path, monkeypatch, capsys):
+    answer, answered = control_rows.WireSession.answer, []
+
+    def counted(*given, **options):
+        if len(answered) == killed_after:
+            raise KeyboardInterrupt
+        answered.append(given)
+        return answer(*given, **options)
+
+    monkeypatch.setattr(control_rows.WireSession, "answer", counted)
+    killed_after = 5
+    with pytest.raises(KeyboardInterrupt):
+        evaluation.measure(wire, folder=tmp_path)
+    kept, killed_after = 5 * wire.recipe.cfg.eval.batch, 99
+    assert len((tmp_path / evaluation_log.PARTIAL).read_text("utf-8").splitlines()) == 1 + kept
+    capsys.readouterr()
+    again = evaluation.measure(wire, folder=tmp_path)
+    assert f"resuming: {kept} records" in capsys.readouterr().out
+    assert len(answered) == 2 * 2 * len(ROWS), "none twice: batches, readers, rows"
+    tiny.assert_same_scores(again.records, found.measured.records)
+    evaluation.write(found, tmp_path, step=6, data="cards")
+    assert not (tmp_path / evaluation_log.PARTIAL).exists()
 
 
 def test_selected_words_fill_the_message_s_positions_in_the_text_s_order(wire, found):

@@ -19,7 +19,7 @@ from lw_jax.core.types import Example
 from lw_jax.data import prompt_tokens
 from lw_jax.evals import cache_rows, control_rows
 from lw_jax.evals.control_rows import Measured
-from lw_jax.inference import coded_evaluation, evaluation
+from lw_jax.inference import coded_evaluation, evaluation, evaluation_log
 from lw_jax.models import attention_matching
 from lw_jax.planning import plan_cache
 from tests import tiny
@@ -248,9 +248,8 @@ def test_a_message_is_timed_with_what_the_rows_read_of_a_text(root):
 
 def test_the_key_of_an_evaluation_is_of_all_texts_without_holding_them_together(untrained, monkeypatch):
     recipe, hashed = untrained.recipe, []
-    monkeypatch.setattr(coded_evaluation, "content_hash", lambda content: hashed.append(json.dumps(content)) or "key")
+    monkeypatch.setattr(evaluation_log, "content_hash", lambda content: hashed.append(json.dumps(content)) or "key")
     one = Example("a", "Ann is in Rome. " * 99, "Where?", ("Rome",))
-    wire: Any = types.SimpleNamespace(recipe=recipe, fingerprint="f", ratio=4)
     for example in (one, *(dataclasses.replace(one, **{name: "x"}) for name in ("id", "context", "question"))):
-        coded_evaluation._key(wire, types.SimpleNamespace(examples=[example]))  # pyright: ignore
+        evaluation_log._key(recipe, "f 4", types.SimpleNamespace(examples=[example]))  # pyright: ignore
     assert len(set(hashed)) == 4 and "Ann is in Rome" not in hashed[0]

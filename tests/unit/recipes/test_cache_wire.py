@@ -23,7 +23,7 @@ from lw_jax.data import batches
 from lw_jax.evals import cache_functions, cache_rows
 from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.evals.control_rows import ANSWER
-from lw_jax.inference import coded_evaluation, evaluation, trained_wire
+from lw_jax.inference import coded_evaluation, evaluation, evaluation_log, trained_wire
 from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.inference.export import MOST_CACHE_BYTES
 from lw_jax.models import cache_code, cache_codec, cache_message
@@ -323,7 +323,7 @@ def test_evaluation_has_the_rows_of_the_kind_and_resumes(run, root, capsys, monk
         patch.setattr(CacheWire, "questions", ask)
         tiny.call("eval", cfg, folder)
     assert asked == [cfg.eval.examples], "also more than a run validates on"
-    kept = len((folder / coded_evaluation.PARTIAL).read_text("utf-8").splitlines()) - 1
+    kept = len((folder / evaluation_log.PARTIAL).read_text("utf-8").splitlines()) - 1
     assert kept == 2 * cfg.eval.batch
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_count", lambda: 2)
@@ -340,7 +340,7 @@ def test_evaluation_has_the_rows_of_the_kind_and_resumes(run, root, capsys, monk
     other_cards = make_config(root, eval__rows=ROWS, eval__taught_steps=2, mesh__memory_gb=16.0)
     assert tiny.call("eval", other_cards, folder) == 0
     told = capsys.readouterr().out
-    assert f"resuming: {kept} records" in told and not (folder / coded_evaluation.PARTIAL).exists()
+    assert f"resuming: {kept} records" in told and not (folder / evaluation_log.PARTIAL).exists()
     found = json.loads((folder / "eval.json").read_text("utf-8"))
     assert "left out: zero:" in told and "qwen: not timed: nothing is kept" in told
     for name in ("llama", "qwen"):
