@@ -28,7 +28,7 @@ from examples.elastic_demo import Placed
 from lw_jax.core.command_line import take_assignments
 from lw_jax.core.errors import UserError, leave
 from lw_jax.core.process_start import REQUEUE
-from lw_jax.training import metrics
+from lw_jax.training import run_folder
 
 TOLERANCE = 1e-4  # relative, fp32 sums of cards in another order, after some steps of Adam
 STEPS_STOPPED = 300  # of the run that is stopped: a card takes ten before a signal arrives
@@ -150,7 +150,7 @@ def wait_for_step(workdir: Path, process: subprocess.Popen) -> None:
     """Returns when the run has logged a step, or has ended."""
     log, deadline = workdir / "metrics.jsonl", time.monotonic() + PATIENCE
     while process.poll() is None and time.monotonic() < deadline:
-        if log.exists() and metrics.read_metrics(log):
+        if log.exists() and run_folder.read_metrics(log):
             return
         time.sleep(0.02)
 

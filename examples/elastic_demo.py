@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from lw_jax.core import config
 from lw_jax.core.command_line import take_assignments
 from lw_jax.core.errors import UserError, leave
-from lw_jax.training import metrics
+from lw_jax.training import run_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 # Beside configs/smoke.py: readers and batches of a size at which starting and compiling take most of the time.
@@ -114,7 +114,7 @@ def train(
         raise UserError(f"training under {placed.strategy} ended with code {done.returncode}: {done.stderr[-2000:]}")
     placed_lines = [line.partition(": ")[2] for line in done.stdout.splitlines() if line.startswith("placement ")]
     where = placed_lines[0] if placed_lines else "the only device"  # of which a run says nothing
-    rows = metrics.read_metrics(workdir / "metrics.jsonl")
+    rows = run_folder.read_metrics(workdir / "metrics.jsonl")
     return where, [row["train/loss"] for row in rows if "train/loss" in row]
 
 

@@ -41,7 +41,7 @@ from lw_jax.recipes import selfmade
 from lw_jax.recipes.cache_wire import CacheWire
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.recipes.ttt import TTT
-from lw_jax.training import metrics, run_folder, trainer
+from lw_jax.training import run_folder, trainer
 from lw_jax.training.checkpoint import Checkpointer
 from lw_jax.training.recipe import Weights
 from lw_jax.training.step_spec import StepSpec
@@ -409,7 +409,7 @@ def assert_near_trees(found: Tree, wanted: Tree, tolerance: float) -> None:
 
 def logged_rows(workdir: Path, key: str = "train/loss") -> list[dict[str, Any]]:
     """Returns the rows of a run's log that have a value of this name."""
-    return [row for row in metrics.read_metrics(workdir / "metrics.jsonl") if key in row]
+    return [row for row in run_folder.read_metrics(workdir / "metrics.jsonl") if key in row]
 
 
 def logged_losses(workdir: Path) -> list[float]:
@@ -420,7 +420,7 @@ def logged_losses(workdir: Path) -> list[float]:
 def untimed_rows(workdir: Path) -> list[dict[str, Any]]:
     """Returns the rows of a run's log without what is timed or measured of its devices."""
     timed = re.compile("seconds|per_second|devices/")
-    rows = metrics.read_metrics(workdir / "metrics.jsonl")
+    rows = run_folder.read_metrics(workdir / "metrics.jsonl")
     return [{name: value for name, value in row.items() if not timed.search(name)} for row in rows]
 
 

@@ -5,6 +5,7 @@ broken UTF-8 are refused. Bounds belong into the type: `Annotated[int, msgspec.M
 """
 
 import difflib
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +44,7 @@ def decode(data: bytes | str, kind: type[_T] | Any, *, where: str, remedy: str) 
     def parse() -> Any:
         return msgspec.json.decode(data) if len(data) <= _SEARCHED else None
 
-    return _checked(lambda: msgspec.json.decode(data, type=kind), parse, kind, where, remedy, data)
+    return _checked(lambda: _decoder(kind).decode(data), parse, kind, where, remedy, data)
 
 
 def convert(value: Any, kind: type[_T] | Any, *, where: str, remedy: str) -> _T:
@@ -67,6 +68,12 @@ def read(path: Path, kind: type[_T] | Any, *, remedy: str) -> _T:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; {remedy}") from error
     return decode(data, kind, where=str(path), remedy=remedy)
+
+
+@functools.lru_cache(maxsize=64)
+def _decoder(kind: Any) -> Any:
+    """Returns what decodes a type, made once: `msgspec.json.decode` works the type out anew for each row of a file."""
+    return msgspec.json.Decoder(kind)
 
 
 def _checked(  # noqa: PLR0913

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lw_jax.core.files import write_whole
-from lw_jax.training.run_folder import read_metrics
+from lw_jax.core.files import whole
+from lw_jax.training.run_folder import read_logged
 
 
 class MetricsLog:
@@ -20,12 +20,13 @@ class MetricsLog:
 
     def __init__(self, path: Path, *, resumed_step: int = 0, revalidate: bool = False):
         self.path = path
-        rows = read_metrics(path) if resumed_step and path.exists() else []
-        rows = [row for row in rows if _precedes(row, resumed_step, revalidate)]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
+        rows = read_logged(path) if resumed_step and path.exists() else ()
+        kept = [line.rstrip(b"\n") + b"\n" for line, row in rows if _precedes(row, resumed_step, revalidate)]
+        data = b"".join(kept)
         own = path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1
-        if not own or path.read_bytes() != text.encode():  # else it keeps the time of its last row, which a page tells
-            write_whole(path, text)
+        if not own or path.read_bytes() != data:  # else it keeps the time of its last row, which a page tells
+            with whole(path) as partial:
+                partial.write_bytes(data)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Appends one line at once: a killed run keeps what it logged."""

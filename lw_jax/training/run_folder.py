@@ -12,7 +12,7 @@ import shlex
 import socket
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
@@ -70,12 +70,16 @@ def read_config(workdir: Path) -> Config:
 
 
 def read_rows(path: Path, *, kind: Any = dict[str, Any], required: Any = None) -> list[dict[str, Any]]:
-    """Returns the rows of a JSON lines file.
+    """Returns the rows of a JSON lines file, see `read_lines`."""
+    return [row for _, row in read_lines(path, kind=kind, required=required)]
+
+
+def read_lines(path: Path, *, kind: Any, required: Any = None) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yields each line of a JSON lines file as it is there, with its row.
 
     A line that is not of the `kind`, or lacks a field of `required` (a TypedDict), is skipped with a warning on
     standard error; a last line that a crash has cut is skipped silently. Raises UserError for a folder.
     """
-    rows: list[dict[str, Any]] = []
     faults: list[str] = []
     if path.is_dir():
         raise UserError(f"{path}: a folder; {_RESTORE}")
@@ -88,12 +92,11 @@ def read_rows(path: Path, *, kind: Any = dict[str, Any], required: Any = None) -
             except UserError as error:
                 faults += [str(error)] if line.endswith(b"\n") else []
             else:
-                rows.append(row)
+                yield line, row
     for fault in faults[:_SHOWN]:
         _log.warning("%s", fault)
     if len(faults) > _SHOWN:
         _log.warning("%s: %d more lines are skipped", path, len(faults) - _SHOWN)
-    return rows
 
 
 def read_typed_rows(path: Path, kind: Any, *, remedy: str) -> list[dict[str, Any]]:
@@ -107,7 +110,11 @@ class _Logged(TypedDict):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    return read_rows(path, kind=dict[_Name, _Value], required=_Logged)
+    return [row for _, row in read_logged(path)]
+
+
+def read_logged(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    return read_lines(path, kind=dict[_Name, _Value], required=_Logged)
 
 
 _Figure = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from lw_jax.inference import evaluation
-from lw_jax.training import metrics, trainer
+from lw_jax.training import run_folder, trainer
 from sharding.errors import PlacementError
 from tests import tiny
 
@@ -35,7 +35,7 @@ QUICK = "data 2 accumulate 2"  # in `make test`
 
 
 def series(folder, name: str = "loss") -> list[float]:
-    return [row[f"train/{name}"] for row in metrics.read_metrics(folder / "metrics.jsonl")]
+    return [row[f"train/{name}"] for row in run_folder.read_metrics(folder / "metrics.jsonl")]
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one != QUICK)) for one in PLACED])
@@ -44,7 +44,7 @@ def test_every_placement_gives_the_curve_and_the_values_of_one_device(name, root
     found = tiny.unsaved_curve(tiny.make_recipe(root, **PLACED[name]), tmp_path / "run")
     tiny.assert_same_curve(found, wanted)
     assert found[1][-1] < found[1][0]
-    ours, theirs = (metrics.read_metrics(folder / "metrics.jsonl") for folder in (tmp_path / "run", folder))
+    ours, theirs = (run_folder.read_metrics(folder / "metrics.jsonl") for folder in (tmp_path / "run", folder))
     assert len(ours) == len(theirs) == 6
     for row, wanted in zip(ours, theirs, strict=True):
         assert row.keys() == wanted.keys()
@@ -67,7 +67,7 @@ def test_kl_and_a_pretrained_encoder_with_aligned_start_are_the_same_where_reade
     tiny.unsaved_curve(tiny.make_recipe(root, **apart, **changes), tmp_path / "apart")
     for name in ("loss", "kl/llama", "kl/qwen"):
         np.testing.assert_allclose(series(tmp_path / "apart", name), series(tmp_path / "alone", name), rtol=tiny.LOSS)
-    first = metrics.read_metrics(tmp_path / "alone" / "metrics.jsonl")[0]
+    first = run_folder.read_metrics(tmp_path / "alone" / "metrics.jsonl")[0]
     assert first["train/kl/llama"] > 0 and first["train/kl/qwen"] > 0
     nll = [first[f"train/nll/{name}"] for name in ("llama", "qwen")]
     assert first["train/loss"] > max(nll), "the KL must be part of the objective"

@@ -3,17 +3,20 @@
 import json
 import math
 import os
+import tracemalloc
 
+import msgspec
 import pytest
 
-from lw_jax.training import metrics
+from lw_jax.core import schema
+from lw_jax.training import metrics, run_folder
 
 
 def write(path, steps, **options):
     log = metrics.MetricsLog(path, **options)
     for step in steps:
         log.write(step, {"train/loss": step / 8})
-    return [row["step"] for row in metrics.read_metrics(path)]
+    return [row["step"] for row in run_folder.read_metrics(path)]
 
 
 def test_resumed_run_drops_what_it_will_do_again(tmp_path):
@@ -35,7 +38,7 @@ def test_last_line_cut_by_a_crash_is_left_out_and_written_over(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, [1, 2, 3])
     path.write_text(path.read_text()[:-9])
-    assert [row["step"] for row in metrics.read_metrics(path)] == [1, 2]
+    assert [row["step"] for row in run_folder.read_metrics(path)] == [1, 2]
     assert write(path, [3, 4], resumed_step=2) == [1, 2, 3, 4]
 
 
@@ -47,7 +50,7 @@ def test_damaged_line_is_named_and_skipped_and_the_rest_is_kept(tmp_path, caplog
     write(path, range(1, 6))
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([*lines[:2], line, *lines[3:], b""]))
-    assert [row["step"] for row in metrics.read_metrics(path)] == [1, 2, 4, 5]
+    assert [row["step"] for row in run_folder.read_metrics(path)] == [1, 2, 4, 5]
     assert f"{path}:3: " in caplog.text
     assert write(path, [5, 6], resumed_step=4) == [1, 2, 4, 5, 6]
     assert len(caplog.records) == 2, "the file is mended by then"
@@ -61,7 +64,22 @@ def test_step_that_is_validated_again_loses_its_validation_alone(tmp_path):
         log.write(step, {"validation/loss": 0.5})
     metrics.MetricsLog(path, resumed_step=2, revalidate=True)
     kept = [(1, "train/loss"), (1, "validation/loss"), (2, "train/loss")]
-    assert [(row["step"], name) for row in metrics.read_metrics(path) for name in row if name != "step"] == kept
+    assert [(row["step"], name) for row in run_folder.read_metrics(path) for name in row if name != "step"] == kept
+
+
+def test_long_log_is_read_line_by_line_and_its_type_is_worked_out_once(tmp_path, monkeypatch):
+    path, made, decoder = tmp_path / "metrics.jsonl", [], msgspec.json.Decoder
+    row = {f"train/figure {number}": number / 7 for number in range(20)}
+    path.write_text("".join(json.dumps({"step": step} | row) + "\n" for step in range(1, 2000)))
+    monkeypatch.setattr(msgspec.json, "Decoder", lambda kind: made.append(kind) or decoder(kind))
+    schema._decoder.cache_clear()
+    tracemalloc.start()
+    metrics.MetricsLog(path, resumed_step=1998)
+    peak, size = tracemalloc.get_traced_memory()[1], path.stat().st_size
+    tracemalloc.stop()
+    assert peak < 4 * size, "its lines, the new text and the old one"
+    assert len(made) == 1
+    assert len(run_folder.read_metrics(path)) == 1998
 
 
 @pytest.mark.parametrize(("value", "text"), [(float("nan"), "nan"), (float("inf"), "inf"), (-float("inf"), "-inf")])

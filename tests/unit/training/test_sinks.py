@@ -17,7 +17,7 @@ from lw_jax.commands import train
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.core.process_start import REQUEUE
-from lw_jax.training import metrics, sinks
+from lw_jax.training import run_folder, sinks
 from tests import tiny
 
 BOTH = ("wandb", "mlflow")
@@ -282,7 +282,7 @@ def test_run_sends_every_row_of_its_log_over_a_restart(libraries, tmp_path, caps
         assert train.main(cfg, workdir) == REQUEUE
         libraries.down = {"log_batch": OSError}
         assert train.main(cfg, workdir) == 0
-    rows = [(row.pop("step"), row) for row in metrics.read_metrics(workdir / "metrics.jsonl")]
+    rows = [(row.pop("step"), row) for row in run_folder.read_metrics(workdir / "metrics.jsonl")]
     assert {step for step, _ in rows} == {1, 2, 3, 4, 5, 6} and any("validation/loss" in row for _, row in rows)
     (sent,) = libraries.rows["wandb"].values()
     assert sent == rows
