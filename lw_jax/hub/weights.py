@@ -402,7 +402,9 @@ def _write(
         tempfile.TemporaryDirectory(prefix=".tokenizer.", dir=folder) as words,
     ):
         write_safetensors(stored, tensors, layout="pt")
-        config.write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
+        # Without it vLLM runs bf16 weights in fp16; the old spelling, which transformers 4 and 5 both read.
+        dtype = str(next(iter(tensors.values())).dtype)
+        config.write_text(json.dumps(fields | {"torch_dtype": dtype}, indent=2) + "\n", "utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(words)
         if generation is not None:

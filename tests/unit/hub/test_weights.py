@@ -60,6 +60,13 @@ def test_saved_reader_loads_back_unchanged(tmp_path, monkeypatch, family, cfg):
     assert_equal_trees(weights.load(tmp_path / "m", dtype=jnp.float32), params)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_saved_model_states_the_type_of_its_weights(tmp_path, dtype):
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), tiny.draw_decoder(LLAMA))
+    weights.save(tmp_path / "m", params, LLAMA, model_type="llama")
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["torch_dtype"] == dtype
+
+
 class Words:
     """Stands for a tokenizer, whose files may not fit on the disk."""
 
