@@ -1,5 +1,6 @@
 """Model card of an exported wire: README.md in the hub's form, from the run's folder. Needs no JAX."""
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ def render(run: Run, wire: WireFolder, sizes: Mapping[str, int], *, repository: 
         _limits(run, wire),
         _files(wire, sizes),
     ]
-    return "\n".join([_front(run, wire, name, licence), f"# {name}\n", *parts])
+    return "\n".join([_front(run, wire, name, licence), f"# {_plain(name)}\n", *parts])
 
 
 def _front(run: Run, wire: WireFolder, name: str, licence: str) -> str:
@@ -187,11 +188,11 @@ def _results(run: Run, wire: WireFolder) -> str:
         lines += [f"\nReader `{reader}`:\n", _table(head, table.rows)]
     meanings = (f"`{row}` {meaning}" for row, meaning in tables.meanings(run.evaluation["rows"]).items())
     exact = "" if _is_exact(run, wire) else f", with the run's fp32 values, not this folder's {wire.dtype}"
+    measured = _plain(_name_of(run.evaluation["validation"]))
     lines.append(_paragraph(f"The reader sees, beside the question: {'; '.join(meanings)}."))
     lines.append(
         _paragraph(
-            f"Measured at step {run.evaluation['step']} on {_name_of(run.evaluation['validation'])}{exact}. Times are "
-            "of the machine that measured."
+            f"Measured at step {run.evaluation['step']} on {measured}{exact}. Times are of the machine that measured."
         )
     )
     return "\n".join(lines)
@@ -219,7 +220,7 @@ def _licences(run: Run, wire: WireFolder, licence: str) -> str:
         place = f"`{joined}`" if there else f"local folder `{Path(joined).name}`"
         rows.append(("the encoder's arrays, of another wire", place, _linked(None, licences.page(there), there)))
     for what, source in _named(run):
-        rows.append((what, _name_of(source), _data_licence(source)))
+        rows.append((what, _plain(_name_of(source)), _data_licence(source)))
     method = ("computed and trained" if wire.step else "computed") if _is_cache(run) else "trained"
     text = _paragraph(
         f"The wire was {method} through its readers and on its data: what you may do with it depends on all of these."
@@ -342,6 +343,11 @@ def _files(wire: WireFolder, sizes: Mapping[str, int]) -> str:
 
 def _paragraph(text: str) -> str:
     return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+def _plain(text: str) -> str:
+    """Returns a text that Markdown shows as it is."""
+    return re.sub(r"([\\`*_\[\]<>#])", r"\\\1", text)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

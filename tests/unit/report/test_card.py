@@ -92,6 +92,13 @@ def test_positions_that_are_not_known_are_not_published_as_zero(positions, name,
     assert render(tmp_path, positions=positions).data.eval_results[0].metric_name == name
 
 
+def test_names_of_folders_and_files_are_no_markdown(tmp_path):
+    found = render(tmp_path / "a *b* <i>[c]_d", data__train="my_*x*.jsonl", data__validation="[v](u).jsonl")
+    assert r"# a \*b\* \<i\>\[c\]\_d" in found.text.splitlines()
+    assert row_of(found, "data of training")[1] == r"my\_\*x\*.jsonl"
+    assert r"on \[v\](u).jsonl" in found.text
+
+
 def test_licence_that_nobody_stated_is_not_invented(tmp_path):
     found = render(tmp_path)
     assert (found.data.license, found.data.license_name) == ("other", "not-stated")
