@@ -338,6 +338,8 @@ def _find_fault(args: argparse.Namespace) -> str:
         return f"--config {args.config}: only 'slurm' takes a list, {args.verb!r} takes one configuration"
     if args.verb == "report" and args.assignments:
         return f"--config.{next(iter(args.assignments))}: a report shows the run's own configuration; leave it out"
+    if args.verb == "show" and args.keys and (args.config or args.workdir or args.assignments):
+        return "--keys prints the reference of all keys, of no configuration: leave one of the two out"
     if args.verb == "slurm" and not args.config:
         return "slurm needs --config FILE: the job starts training with it"
     if args.verb == "slurm" and args.jobs and not listed:

@@ -120,6 +120,8 @@ def test_error_of_a_verb_that_the_user_can_mend_is_one_line(
         (["bench", *SMOKE, "--repeats", "0"], "--repeats 0: "),
         (["bench", *SMOKE, "--repeats", "2", "--target", "h100x1"], "--repeats 2: "),
         (["report", "--workdir", "w", "--config.eval.examples=3"], "--config.eval.examples"),
+        (["show", "--keys", *SMOKE], "--keys"),
+        (["show", "--keys", "--config.train.steps=3"], "--keys"),
         (["show", "--config", f"{'a' * 300}.py"], "File name too long"),
         (["show", "--workdir", "a" * 300], "File name too long"),
         (["answer", *SMOKE, "--message", "none.lwjx", "--question", "a?"], "--message none.lwjx"),
