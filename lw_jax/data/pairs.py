@@ -159,7 +159,8 @@ def _parse(row: Row, where: str) -> tuple[str, Preference | None]:
     kinds = {name: "a string" if isinstance(text, str) else "a list of turns" for name, text in texts.items()}
     if len(set(kinds.values())) > 1:
         mixed = ", ".join(f"{name!r} {kind}" for name, kind in kinds.items())
-        raise UserError(f"{where}: mixed forms, {mixed}: all are strings or all are lists of turns")
+        whole = "where 'chosen' and 'rejected' are whole conversations, leave the prompt out: data.columns=prompt:"
+        raise UserError(f"{where}: mixed forms, {mixed}: all are strings or all are lists of turns; {whole}")
     prompt, chosen, rejected = (texts.get(name) for name in _FIELDS)
     if isinstance(chosen, str) and isinstance(rejected, str):
         form = _TRANSCRIPT if prompt is None else _PLAIN
@@ -217,7 +218,7 @@ def _part_transcripts(chosen: str, rejected: str, where: str) -> Preference:
     if end < 0:
         raise UserError(
             f"{where}: field 'prompt' is missing, and 'chosen' and 'rejected' do not begin with the same words up to "
-            f"{json.dumps(ASSISTANT)}; add the prompt"
+            f"{json.dumps(ASSISTANT)}; add the prompt, or name its column: data.columns=prompt:COLUMN"
         )
     end += len(ASSISTANT)
     return Preference(where, chosen[:end], chosen[end:], rejected[end:])
