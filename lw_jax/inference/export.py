@@ -20,12 +20,13 @@ from lw_jax.inference import language_model
 from lw_jax.models import lora
 from lw_jax.recipes import wire_models
 from lw_jax.recipes.dpo import DPO
-from lw_jax.training import wire_folder, wire_tensors
+from lw_jax.training import run_folder, wire_folder, wire_tensors
 from lw_jax.training.run_folder import check_writable
 from lw_jax.training.wire_folder import DType, WireFolder
 from sharding import placement
 
 FLAGS = {"dpo": ("peft", "merged"), "ttt": ("model",), "latentwire": ("wire",)}  # by recipe
+LOCK = ".export.lock"  # in a folder that is being written
 MOST_BYTES = 8_000_000  # of a wire that is easily handed on
 MOST_CACHE_BYTES = 32_000_000  # the same of encoder.kind "cache", whose bases are wide
 Card = Callable[[WireFolder, Mapping[str, int]], str]  # of the wire and the bytes of its parts
@@ -39,8 +40,8 @@ def export(
     `dtype` and `card` are of a wire; None: bf16, of encoder.kind "cache" int8. Yields a line for each folder.
 
     Raises:
-        UserError: a flag that the recipe does not have, a folder that is not writable or not empty (an earlier wire is
-            replaced), or no checkpoint yet.
+        UserError: a flag that the recipe does not have, a folder that is not writable, not empty (an earlier wire is
+            replaced) or written to by another process, or no checkpoint yet.
     """
     known = FLAGS[cfg.recipe]
     if unknown := sorted(folders.keys() - set(known)):
@@ -50,10 +51,23 @@ def export(
     used = [workdir, *(expand(source) for source in sources if source)]
     for flag, folder in folders.items():
         check_writable(folder, remedy=f"choose another folder for --{flag}")
-        _check_target(flag, folder, used=used)
+        _check_unused(flag, folder, used=used)
     if len({folder.resolve() for folder in folders.values()}) < len(folders):
         flags = " and ".join(f"--{flag}" for flag in folders)
         raise UserError(f"{next(iter(folders.values()))}: named by {flags}; name a folder for each")
+    try:
+        for flag, folder in folders.items():
+            run_folder.lock(folder, LOCK, flag=f"--{flag}")
+            _check_empty(flag, folder)
+        yield from _write(cfg, workdir, folders, dtype=dtype, card=card)
+    finally:
+        for folder in folders.values():
+            (folder / LOCK).unlink(missing_ok=True)
+
+
+def _write(
+    cfg: Config, workdir: Path, folders: Mapping[str, Path], *, dtype: DType | None, card: Card | None
+) -> Iterator[str]:
     if cfg.recipe == "latentwire":
         assert card is not None
         default: DType = "int8" if cfg.encoder.kind == "cache" else "bf16"
@@ -75,13 +89,15 @@ def export(
         yield f"step {restored.step}: whole model, bf16, in {folders['merged']}"
 
 
-def _check_target(flag: str, folder: Path, *, used: list[Path]) -> None:
-    """Refuses a folder that the run needs, and any that is not empty: only an earlier wire is known as such."""
-    if not folder.is_dir():
-        return
-    if any(path.exists() and path.samefile(folder) for path in used):
+def _check_unused(flag: str, folder: Path, *, used: list[Path]) -> None:
+    """Refuses a folder that the run needs."""
+    if folder.is_dir() and any(path.exists() and path.samefile(folder) for path in used):
         raise UserError(f"{folder}: the run needs this folder and its files; name a new one for --{flag}")
-    if any(folder.iterdir()) and not (flag == "wire" and wire_folder.is_wire(folder)):
+
+
+def _check_empty(flag: str, folder: Path) -> None:
+    """Refuses a folder that is not empty: only an earlier wire is known as such."""
+    if any(path.name != LOCK for path in folder.iterdir()) and not (flag == "wire" and wire_folder.is_wire(folder)):
         raise UserError(f"{folder}: it is not empty; name a new folder for --{flag}, or remove this one")
 
 

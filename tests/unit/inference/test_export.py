@@ -1,6 +1,7 @@
 """lw_jax/inference/export.py: which folders an export may take."""
 
 import dataclasses
+import fcntl
 import re
 from pathlib import Path
 
@@ -51,3 +52,15 @@ def test_an_empty_folder_is_taken_and_a_model_that_is_there_is_not_replaced(root
         (tmp_path / "model" / name).write_text("of another model")
     with pytest.raises(UserError, match="model: it is not empty"):
         asked(root, tmp_path / "run", tmp_path / "model")
+
+
+def test_folder_into_which_another_process_exports_is_refused(root, tmp_path):
+    for name in ("run", "model"):
+        (tmp_path / name).mkdir()
+    with (tmp_path / "model" / export.LOCK).open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=r"model: another process is writing here.*--model"):
+            asked(root, tmp_path / "run", tmp_path / "model")
+    with pytest.raises(UserError, match="checkpoint"):  # one that was killed left nothing else there
+        asked(root, tmp_path / "run", tmp_path / "model")
+    assert not list((tmp_path / "model").iterdir())
