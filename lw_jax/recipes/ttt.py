@@ -21,7 +21,7 @@ from lw_jax.evals import ngrams
 from lw_jax.hub import sources, weights
 from lw_jax.losses import chunked
 from lw_jax.models import decoder, ttt
-from lw_jax.training.recipe import Recipe, Weights
+from lw_jax.training.recipe import Finding, Recipe, Weights
 from sharding import rules, shards, tables
 from sharding.placement import Placement
 
@@ -29,6 +29,8 @@ NAME = "lm"  # of the model, among the readers of a placement and of a batch
 INNER_START = {"linear": 1.0, "mlp": 0.1}  # of the inner rate at step 0, even to 1 over optim.warmup_steps
 BASELINE_TOKENS = 1 << 26  # of the training text, for the n-gram counts
 INNER = ("first", "before", "after")  # fast weights for the inner loss of a chunk's last token
+UNSTABLE = 1.0  # inner rate from which on an inner MLP diverged; of 0.01, 0.1, 1 and 10 the authors took 0.1
+MANY_EPOCHS = 4  # beyond it tokens that are read again teach little (Muennighoff et al. 2023)
 
 
 class TTT(Recipe):
@@ -217,6 +219,23 @@ class TTT(Recipe):
         """Returns the names of the packed texts: hashes of their bytes and tokens."""
         train, held_out = self._spans
         return {"train": train.corpus.folder.name, "validation": held_out.corpus.folder.name}
+
+    # --- preflight
+
+    def findings(self) -> list[Finding]:
+        """Returns problems of the inner rate and, at a start, which has the text, of its length."""
+        findings, spec, train = [], self.cfg.ttt, self.cfg.train
+        if spec.inner == "mlp" and spec.inner_rate >= UNSTABLE:
+            problem = f"ttt.inner_rate={spec.inner_rate:g} suits ttt.inner=linear"
+            findings.append(Finding("warning", f"{problem}: an inner MLP may diverge; the authors take 0.1"))
+        if self.outline:
+            return findings
+        ((windows, _),) = self.data_schedule().phases[0].streams
+        epochs = train.steps * train.global_batch / len(windows)
+        if epochs > MANY_EPOCHS:
+            repeats = f"train.steps={train.steps} reads each of {len(windows):,} windows {epochs:.1f} times"
+            findings.append(Finding("warning", f"{repeats}: beyond {MANY_EPOCHS} little is learned; give more text"))
+        return findings
 
     # --- planning
 

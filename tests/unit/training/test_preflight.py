@@ -102,6 +102,19 @@ def test_lengths_beyond_a_model_s_positions_are_told():
     assert sum("encoder.slots and the stages' lengths allow" in line for line in passages) == 1, passages
 
 
+@pytest.mark.parametrize(("steps", "told"), [(400, ["8.5 times"]), (12, [])])
+def test_a_text_that_is_read_too_often_is_told(tmp_path, steps, told):
+    found = [str(one) for one in tiny.make_ttt(tmp_path, train__steps=steps).findings()]
+    assert [count in line for count, line in zip(told, found, strict=True)] == [True] * len(told), found
+    assert all(line.startswith(f"warning: train.steps={steps} reads each of ") for line in found)
+
+
+@pytest.mark.parametrize(("inner", "rate", "told"), [("mlp", 1.0, 1), ("mlp", 0.1, 0), ("linear", 1.0, 0)])
+def test_an_inner_rate_at_which_an_mlp_diverges_is_told(inner, rate, told):
+    found = texts(load(TTT, ttt__inner=inner, ttt__inner_rate=rate))
+    assert sum(line.startswith("warning: ttt.inner_rate=1 ") for line in found) == told, found
+
+
 @pytest.mark.parametrize("apart", [0, 3, 9])
 def test_held_out_texts_that_are_trained_on_are_reported(tmp_path, root, apart):
     rows = [{"context": f"Mara has {n} lamps.", "question": "How many?", "answers": [str(n)]} for n in range(9)]
