@@ -67,6 +67,7 @@ def _choice(plan: StepPlan, best: StepCandidate) -> list[str]:
         *([f"padding: {best.filling}"] if best.filling else []),
         f"why: {plan.why}",
         *(memory.description for memory in (plan.validation, plan.generation) if memory),
+        f"host memory of a process: {bytes_of(plan.host_memory_bytes)}",
     ]
 
 

@@ -13,6 +13,7 @@ from lw_jax.hub import sources
 from lw_jax.planning import estimate, gpus, plan_cache, plan_tables, planner
 from lw_jax.planning.plans import StepCandidate, StepPlan
 from lw_jax.slurm import cluster_profile, job
+from lw_jax.training.memory import bytes_of
 from tests import tiny
 from tests.tiny import make_searched_config
 
@@ -104,6 +105,7 @@ def test_report_shows_every_candidate_and_the_choice(estimated):
             assert line.endswith(f"no: {row.obstacle}")
     chosen = estimated.chosen
     assert f"chosen: {chosen.name}" in told and estimate.ERROR in told
+    assert f"host memory of a process: {bytes_of(estimated.host_memory_bytes)}" in lines
     flags = next(line for line in lines if line.startswith("as flags: "))
     for path, value in chosen.overrides().items():
         assert f"--config.{path}={value}" in flags
