@@ -21,7 +21,7 @@ from lw_jax.training.run_folder import read_config, read_devices, read_metrics
 NAMED = 3  # differing values in a line
 # What decides the time of a step, beside where and how it runs.
 _SIZES = re.compile(
-    r"recipe|(llms|encoder|adapter|ttt|lora)\..*|train\.global_batch|data\.packed_tokens|dpo\.reference"
+    r"recipe|(llms|encoder|adapter|ttt|lora)\..*|train\.global_batch|data\.packed_tokens|dpo\.(max_length|reference)"
 )
 
 

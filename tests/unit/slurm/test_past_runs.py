@@ -114,6 +114,7 @@ def test_record_without_memory_says_so(folder) -> None:
         ("llms.llama.weights", "nf4", r"llms\.llama\.weights is 'nf4' there"),
         ("encoder.window", 4096, r"encoder\.window is 4096 there, \d+ here"),
         ("ttt.layers", 24, r"ttt\.layers is 24 there, \d+ here"),
+        ("dpo.max_length", 256, r"dpo\.max_length is 256 there, \d+ here"),
     ],
 )
 def test_run_of_other_steps_is_refused_with_both_values(tmp_path, path, value, told) -> None:
