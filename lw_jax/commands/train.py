@@ -13,6 +13,7 @@ from lw_jax.commands.loading import Loaded
 from lw_jax.core import processes, runtime, tree
 from lw_jax.core.command_line import PROGRAM
 from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
 from lw_jax.core.progress import phase
 from lw_jax.hub import sources
 from lw_jax.planning import gpus, hardware, planner
@@ -59,7 +60,10 @@ def main(cfg: Config, workdir: Path, record: Callable[[], None] = lambda: None) 
     """
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     runtime.start_devices()
-    preflight.refuse(preflight.inspect(cfg, None))  # an impossible schedule is refused before minutes of making readers
+    # An impossible schedule and a missing file are refused before minutes of making readers or fetching models.
+    preflight.refuse(preflight.inspect(cfg, None))
+    if cfg.train.steps and (absent := preflight.missing_data(cfg)):
+        raise UserError("; ".join(finding.text for finding in absent))
     hardware.check_processes(cfg, jax.device_count(), jax.process_count())
     if jax.process_index():
         return _train(cfg, workdir, None, record)

@@ -94,6 +94,6 @@ def missing_data(cfg: Config) -> list[Finding]:
         if source in generated or source.startswith(row_sources.HUB) or row_sources.is_here(source):
             continue
         missing = f"data.{key}={source!r}: no such file or folder, seen from {Path.cwd()}"
-        rule = f"the run ends at its start where it is missing: --config.data.{key}=FILE names one"
+        rule = f"a run needs it at its start: --config.data.{key}=FILE names one"
         findings.append(Finding("warning", f"{missing}; {rule}"))
     return findings

@@ -10,6 +10,7 @@ from lw_jax.commands import loading, train
 from lw_jax.core import progress
 from lw_jax.core.errors import UserError
 from lw_jax.data import batches, examples
+from lw_jax.recipes import selfmade
 from tests import tiny
 from tests.commands import PROJECT
 
@@ -27,6 +28,13 @@ def test_a_start_that_is_refused_or_finds_the_run_finished_changes_no_record(tmp
     with pytest.raises(UserError, match="checkpoint"):
         train.main(cfg, folder, lambda: calls.append("refused"))
     assert calls == ["begun"] and hardware.read_text() == before
+
+
+def test_a_missing_file_is_told_before_a_model_is_made_or_fetched(tmp_path, monkeypatch):
+    monkeypatch.setattr(selfmade, "make_readers", lambda cfg: pytest.fail("models were made"))
+    cfg = tiny.make_ttt_config(tmp_path, data__train=str(tmp_path / "gone.txt"))
+    with pytest.raises(UserError, match=r"data\.train='.*gone\.txt': no such file"):
+        train.main(cfg, tmp_path / "run")
 
 
 def test_the_data_are_read_and_tokenised_in_a_phase(root, tmp_path, monkeypatch):
