@@ -27,6 +27,11 @@ from lw_jax.recipes.ttt import TTT
 from sharding import mesh as meshes
 from sharding import place, placement, rules, tables
 
+_INSTEAD = {  # by recipe, what continues texts or answers
+    "dpo": "export --merged DIR writes the tuned model, and lw_jax.load_lm(DIR).generate continues texts",
+    "latentwire": "answer asks its readers",
+}
+
 
 def load_lm(
     folder_or_id: str | Path, weights: str = "fp32", mesh: Mesh | None = None, *, arithmetic: str = "bf16"
@@ -77,7 +82,9 @@ def load_trained(cfg: Config, workdir: Path, *, texts: int = 1) -> "TTTLM":
     The weights lie on as many devices as there are `texts` to continue at once; of several processes, on all.
     """
     if cfg.recipe != "ttt":
-        raise UserError(f"{workdir}: a run of recipe {cfg.recipe!r} trains no language model")
+        raise UserError(
+            f"{workdir}: generate takes runs of recipe 'ttt', this one is of {cfg.recipe!r}: {_INSTEAD[cfg.recipe]}"
+        )
     data = jax.device_count() if jax.process_count() > 1 else min(texts, jax.device_count())
     recipe = TTT(cfg, placement.place("replicate", recipes.reader_bytes(cfg), data=data))
     restored = recipes.read_best(recipe, cfg, workdir)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import lw_jax
+from configs import base
+from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.core.precision import FP32
 from lw_jax.data import question_cards
@@ -58,6 +60,14 @@ def lm(models):
 @pytest.fixture(scope="module")
 def folder(lm):
     return lm.location
+
+
+@pytest.mark.parametrize(
+    ("recipe", "told"), [("dpo", r"export --merged DIR.*load_lm\(DIR\)"), ("latentwire", "answer")]
+)
+def test_run_that_generate_does_not_take_is_told_what_does(recipe, told, tmp_path):
+    with pytest.raises(UserError, match=told):
+        language_model.load_trained(config.build(base.get_config(recipe)), tmp_path)
 
 
 def test_folder_of_a_ttt_model_is_known_by_its_config(lm, folder):
