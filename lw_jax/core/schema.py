@@ -97,7 +97,8 @@ def _checked(  # noqa: PLR0913
         reason = _BYTE.sub(lambda match: _line_of(data, int(match[1])), str(error))
         raise UserError(f"{where}: broken JSON or a lone surrogate ({reason}); {remedy}") from error
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise UserError(f"{where}: not UTF-8 ({error.reason}, byte {error.start}); {remedy}") from error
+        near = error.object[max(0, error.start - _SHOWN) : error.end]  # its place in the file is not known
+        raise UserError(f"{where}: not UTF-8 ({error.reason}, at the end of {near!r}); {remedy}") from error
     except RecursionError as error:
         raise UserError(f"{where}: nested too deeply to be read; {remedy}") from error
 

@@ -16,6 +16,7 @@ from lw_jax.data.row_fields import Fields
 from lw_jax.data.tokens import Tokenizer, marked
 
 _REMEDY = 'a passage is a row {"text": "..."}; correct or remove it'
+_ROWS = frozenset((".json", ".jsonl", ".ndjson", ".csv", ".tsv"))  # suffixes of what is not paragraphs
 SHORTEST = 0.5  # of the length asked for, that a document's last piece must have
 # Share of the pieces that each tokenizer keeps. All are padded to the longest: a few with a word of many tokens (an
 # address) would make every batch up to twice as wide.
@@ -31,7 +32,7 @@ def read(source: str, columns: Sequence[str] = ()) -> list[str]:
     passages = []
     for name in row_sources.split_sources(source):
         path = expand(name)
-        if row_sources.is_table(name) or any(suffix in path.suffixes for suffix in (".json", ".jsonl", ".csv", ".tsv")):
+        if row_sources.is_table(name) or not _ROWS.isdisjoint(path.suffixes):
             fields = Fields.of(rows.Text, columns, _REMEDY)
             texts = []
             for where, row in row_sources.read(name, fields, split="train"):

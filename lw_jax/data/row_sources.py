@@ -183,7 +183,7 @@ def suffix_of(file: Path) -> str:
 
 
 def _json_rows(path: Path, fields: Fields[_T], document: type[Any] | None) -> Iterator[tuple[str, Any]]:
-    if path.suffix in (".csv", ".tsv"):
+    if suffix_of(path) in (".csv", ".tsv"):
         raise UserError(f"{path}: a CSV file has neither types nor lists; write its rows as .jsonl or .parquet")
     for where, row in rows.read(path, remedy=fields.remedy, document=document):
         yield where, fields.convert(row, where) if isinstance(row, dict) else row

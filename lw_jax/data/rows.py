@@ -17,6 +17,7 @@ from lw_jax.core.errors import UserError
 
 ROW_BYTES = 64 << 20  # of one line of .jsonl
 DOCUMENT_BYTES = 1 << 30  # of JSON that is one document and is decoded at once; HotpotQA's training file has 540 MB
+_SHOWN = 12  # bytes of what is no JSON, in a message
 
 
 class Text(msgspec.Struct, frozen=True):
@@ -74,6 +75,11 @@ def read(path: Path, *, remedy: str, document: type[Any] | None = None) -> Itera
         number, first = next(lines, (0, b""))
         if not first:
             raise UserError(f"{path}: the file is empty; {remedy}")
+        if first.lstrip()[:1] not in (b"{", b"["):
+            raise UserError(
+                f"{path}:{number}: begins with {first[:_SHOWN]!r}: neither an object nor an array of JSON; write its "
+                f"rows as JSON in UTF-8, plain or gzipped; {remedy}"
+            )
         listed, head = first.lstrip()[:1] == b"[", _parsed(first)
         following = list(itertools.islice(lines, 1)) if _has_rows(head) else []  # a document has one line or no head
         if not listed and (named or head) and (document is None or following or not _has_rows(head)):

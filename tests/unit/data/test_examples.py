@@ -43,7 +43,8 @@ ROWS = [
 
 
 def write(path, text):
-    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    raw = text.encode("utf-8", "surrogateescape")
+    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
     return str(path)
 
 
@@ -101,6 +102,9 @@ BROKEN = [
     ("x.json", json.dumps([ROWS[0], ROWS[1] | {"answer": 3}]), r"x\.json\[1\]: answer=3"),
     ("x.json", '{"prompt": "a", "chosen": "b"}', "context.*'prompt', 'chosen'"),
     ("x.json", " \n", r"x\.json: "),
+    ("x.jsonl.zst", "(\N{MICRO SIGN}/\n", r"x\.jsonl\.zst:1: begins with b'\(.*gzipped"),
+    ("x.jsonl", json.dumps(ROWS[0] | {"id": "caf\udce9 au"}, ensure_ascii=False), r"x\.jsonl:1: not UTF-8 \(.*caf\\xe9'"),
+    ("x.csv.gz", "context,question\n", r"x\.csv\.gz: a CSV file"),
     ("x.json", "[]", r"x\.json: no examples"),
     ("x.jsonl", json.dumps(ROWS[0] | {"is_impossible": True}), "no examples.*1 unanswerable"),
     ("x.json", json.dumps([ROWS[0] | {"context": [["t", "s"]]}]), r"x\.json\[0\]: context\[0\]\[1\]='s'"),

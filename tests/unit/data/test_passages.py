@@ -131,12 +131,12 @@ def test_text_longer_than_the_encoder_reads_is_refused_by_name_or_dropped(recipe
         passages.encode(found, layout=recipe.layout, task="continuation")
 
 
-@pytest.mark.parametrize("name", ["p.jsonl.gz", "p.json", "p.txt"])
+@pytest.mark.parametrize("name", ["p.jsonl.gz", "p.ndjson", "p.json", "p.txt"])
 def test_texts_are_read_from_every_kind_of_file(tmp_path, name):
     texts = ["First one.\nIts second line.", "Zweiter – Übung."]
     rows = [json.dumps({"text": text}) for text in texts]
-    written = {"p.jsonl.gz": "\n".join(rows), "p.json": f"[{','.join(rows)}]", "p.txt": "\n" + "\n\n\n".join(texts)}
-    raw = (written[name] + "\r\n\r\n").encode()
+    written = {".json": f"[{','.join(rows)}]", ".txt": "\n" + "\n\n\n".join(texts)}
+    raw = (written.get(name[1:], "\n".join(rows)) + "\r\n\r\n").encode()
     (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
     assert passages.read(str(tmp_path / name)) == texts
     (tmp_path / "more.txt").write_text("Third.", "utf-8")
