@@ -24,6 +24,7 @@ _SHOWN = 5  # files in a message
 BATCH = 128  # rows of a file in memory at once
 # What a split's name begins with; so it is told from a configuration of the hub and found in the names of files.
 _SPLIT = re.compile(r"(?:train|valid|val|validation|dev|test)(?![a-z])", re.ASCII)
+_SPLIT_WITHIN = re.compile(rf"(?<![a-z]){_SPLIT.pattern}", re.ASCII)  # of a name in lower case
 _SHARD = re.compile(r"(?:[-_.]\d+(?:-of-\d+)?(?:-[0-9a-f]{8,})?)?$")  # ends the name of one of several files
 _HUB_FORM = "hub:NAME[:CONFIG][:SPLIT][@REVISION]"
 _COMMAS = "name the files with commas between"
@@ -165,6 +166,12 @@ def files(source: str, split: str, *, beside: Collection[str] = ()) -> list[Path
         raise UserError(f"{path}: is a directory without {wanted} files; name another, or a file")
     splits = {file: _split_of(file.relative_to(path)) for file in tables}
     if not any(splits.values()) and not named:
+        names = " ".join(file.relative_to(path).as_posix().lower() for file in tables)
+        if len(within := set(_SPLIT_WITHIN.findall(names))) > 1:
+            raise UserError(
+                f"{path}: has files of {', '.join(sorted(within))}, whose names do not begin with the split as the "
+                f"hub's do (train-00000.parquet), and which would be read as one table; {_COMMAS}"
+            )
         return tables
     if odd := next((file for file, name in splits.items() if not name and any(splits.values())), None):
         raise UserError(f"{odd}: its name has no split, others in {path} have one; {_COMMAS}")
