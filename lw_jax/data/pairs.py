@@ -107,6 +107,11 @@ def read(source: str, *, split: str = "train", columns: Sequence[str] = ()) -> l
         )
     if turns := sum(HUMAN in pair.chosen or HUMAN in pair.rejected for pair in pairs):
         _log.warning("%s: in %d of %d pairs a reply holds %r: it is trained too", source, turns, len(pairs), HUMAN)
+    if doubled := sum(_repeats_prompt(pair) for pair in pairs):
+        _log.warning(
+            "%s: in %d of %d pairs both replies begin with their prompt: it is read twice and trained too; write the "
+            "replies alone", source, doubled, len(pairs),
+        )
     if not pairs:
         raise UserError(f"{source}: no pair left of {count}: 'chosen' and 'rejected' are the same in all of them")
     return pairs
@@ -211,6 +216,12 @@ def _values(row: Row, where: str) -> dict[str, Any]:
     if reserved := _OURS.intersection(values):
         raise UserError(f"{where}: chat_template_kwargs has {sorted(reserved)}, which the recipe sets; remove it")
     return _without_none(values)
+
+
+def _repeats_prompt(pair: Preference) -> bool:
+    texts = (pair.prompt, pair.chosen, pair.rejected)
+    prompt, *replies = (text.strip() if isinstance(text, str) else "" for text in texts)
+    return bool(prompt) and all(reply.startswith(prompt) for reply in replies)
 
 
 def _part_transcripts(chosen: str, rejected: str, where: str) -> Preference:

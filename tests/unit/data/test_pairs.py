@@ -110,6 +110,11 @@ def test_broken_row_is_refused_by_file_line_and_field(tmp_path, row, named):
         read(path)
 
 
+def test_replies_that_begin_with_their_prompt_are_told(tmp_path, caplog):
+    read_rows(tmp_path, PLAIN[0], {"prompt": "Why?\n", "chosen": "Why? So.", "rejected": "Why? No."})
+    assert "in 1 of 2 pairs both replies begin with their prompt" in caplog.text
+
+
 @pytest.mark.parametrize("rows", [(PLAIN[0], TALK), (TALK, PLAIN[0]), (PLAIN[0], TRANSCRIPT)])
 def test_file_of_mixed_forms_is_refused(tmp_path, rows):
     with pytest.raises(UserError, match=r"pairs.jsonl:2: .*pairs.jsonl:1 is"):
