@@ -147,6 +147,7 @@ def files(source: str, split: str, *, beside: Collection[str] = ()) -> list[Path
     if not path.is_dir():
         rule = f"name a file, a folder of them or of datasets.save_to_disk, or {_HUB_FORM}"
         raise UserError(f"{path}: no such file or folder (seen from {Path.cwd()}); {rule}")
+    remedy = "name one of its files or folders" if beside else _COMMAS  # a text is one source
     here, known = _walk(path), (*SUFFIXES, *beside)
     matches = [file for file in here if suffix_of(file) in known]
     tables = [file for file in matches if suffix_of(file) in SUFFIXES]
@@ -158,7 +159,7 @@ def files(source: str, split: str, *, beside: Collection[str] = ()) -> list[Path
     if not named and len(tables) < len(matches):
         if len(several := {_split_of(file.relative_to(path)) for file in matches} - {""}) > 1:
             raise UserError(
-                f"{path}: has files of the splits {', '.join(sorted(several))}, not of tables alone; {_COMMAS}"
+                f"{path}: has files of the splits {', '.join(sorted(several))}, not of tables alone; {remedy}"
             )
         return matches
     if not tables:
@@ -170,11 +171,11 @@ def files(source: str, split: str, *, beside: Collection[str] = ()) -> list[Path
         if len(within := set(_SPLIT_WITHIN.findall(names))) > 1:
             raise UserError(
                 f"{path}: has files of {', '.join(sorted(within))}, whose names do not begin with the split as the "
-                f"hub's do (train-00000.parquet), and which would be read as one table; {_COMMAS}"
+                f"hub's do (train-00000.parquet), and which would be read as one table; {remedy}"
             )
         return tables
     if odd := next((file for file, name in splits.items() if not name and any(splits.values())), None):
-        raise UserError(f"{odd}: its name has no split, others in {path} have one; {_COMMAS}")
+        raise UserError(f"{odd}: its name has no split, others in {path} have one; {remedy}")
     chosen = [file for file, name in splits.items() if name == (named or split)]
     if not chosen:
         raise _no_split(path, named or split, splits.values())
