@@ -6,11 +6,9 @@ It knows no tokenizer. No more than a row or a few pieces of a text lie in memor
 import ast
 import hashlib
 import inspect
-import logging
 import sys
 import sysconfig
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -26,7 +24,6 @@ LARGE = 64 << 20  # bytes of a file whose hash is kept for the next start
 TEXT = ".txt"
 PLAIN = (TEXT, ".jsonl")
 _KNOWN = (*PLAIN, *row_sources.SUFFIXES)
-_log = logging.getLogger(__name__)
 _NO_DOCUMENTS = ("test", "tests", "site-packages", "dist-packages", "idlelib", "idle_test", "__pycache__")
 _ROW = 'a document is a row {"text": "..."}; correct the row'
 
@@ -52,11 +49,7 @@ def read(source: str, split: str = "train", columns: Sequence[str] = ()) -> Iter
             if text := "\n\n".join(_docstrings(file)):
                 yield Piece(text, True)
         return
-    paths = [source] if _is_set(source) else [str(file) for file in _files(source, split)]
-    if kinds := {} if _is_set(source) else _count_unread(row_sources.locate(source)[0]):
-        counts = ", ".join(f"{count:,} of {kind}" for kind, count in kinds.items())
-        _log.warning("%s: files not read: %s; %s are", source, counts, ", ".join(_KNOWN))
-    for path in paths:
+    for path in [source] if _is_set(source) else map(str, _files(source, split)):
         if row_sources.suffix_of(Path(path)) == TEXT:
             with rows.opened_text(Path(path)) as text:
                 yield from _cut(text)
@@ -102,13 +95,6 @@ def _files(source: str, split: str) -> list[Path]:
     if unknown := [file for file in files if row_sources.suffix_of(file) not in _KNOWN]:
         raise UserError(f"{unknown[0]}: unknown kind of file; {', '.join(_KNOWN)} are read, and {DOCSTRINGS!r}")
     return files
-
-
-def _count_unread(folder: Path) -> Counter[str]:
-    """Counts the files of a folder whose kind is not read, hidden ones aside; by suffix, or name without one."""
-    files = (file for file in folder.rglob("*") if file.is_file())
-    seen = (file for file in files if not any(part[0] == "." for part in file.relative_to(folder).parts))
-    return Counter(kind for file in seen if (kind := row_sources.suffix_of(file) or file.name) not in _KNOWN)
 
 
 def _cut(text: IO[str]) -> Iterator[Piece]:
