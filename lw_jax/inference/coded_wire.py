@@ -126,6 +126,13 @@ class CodedWire(Answering):
 
     def _open(self, message: bytes, reader: str, *, whole: bool = False) -> Section:
         section = self.section(message, reader)
+        tokens = len(section.numbers)
+        decoder.check_positions(  # before their keys: few bytes may stand for so many that they take gigabytes
+            self.recipe.wire.readers[reader].config,
+            tokens,
+            what=f"reader {reader!r}: a message of a text of {tokens:,} tokens takes",
+            remedy="write a shorter text, or choose another reader",
+        )
         if whole and (ratio := self._ratio_of(section)) > 1:
             raise UserError(
                 f"prefix_kv: a message at ratio={ratio}: each head keeps tokens of its own, and caches of transformers "

@@ -149,6 +149,21 @@ def test_a_reader_takes_its_own_section_alone(wire, message):
         wire.read(alone, "llama", QUESTION)
 
 
+def test_a_message_of_more_tokens_than_a_reader_has_positions_is_refused_before_its_keys_are_made(
+    wire, message, monkeypatch
+):
+    section = wire.section(message, "qwen")
+    tokens = wire.recipe.wire.readers["qwen"].config.max_positions + 1
+    longer = section._replace(
+        numbers=np.zeros((tokens, section.numbers.shape[1]), np.int32),
+        levels=np.zeros((section.levels.shape[0], tokens, section.levels.shape[2]), np.uint8),
+        biases={},
+    )
+    monkeypatch.setattr(wire, "prompt", lambda *_, **__: pytest.fail("its keys are made"))
+    with pytest.raises(UserError, match=f"'qwen'.* {tokens:,} positions"):
+        wire.read(cache_codec.pack([(wire.codings["qwen"], longer)], writer=wire.fingerprint), "qwen", QUESTION)
+
+
 @pytest.mark.parametrize("ratio", [16, np.int64(16), np.array([16])])
 def test_a_text_of_which_nothing_is_kept_is_refused(wire, ratio):
     with pytest.raises(UserError, match="at ratio=16 nothing is kept of a text of 1 tokens"):
