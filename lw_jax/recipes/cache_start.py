@@ -8,6 +8,7 @@ fitted, which serves few positions and hurts many (docs/messages.md).
 import dataclasses
 import functools
 import math
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from lw_jax.core.errors import UserError
 from lw_jax.core.eval_rows import RATIOS
 from lw_jax.core.progress import duration, phase
 from lw_jax.core.types import Example, Tree
@@ -30,6 +32,7 @@ from lw_jax.models.cache_codec import Statistics
 from lw_jax.models.cache_message import Sent
 from lw_jax.recipes.cache_held_out import Answers, HeldOut, guess_step
 from lw_jax.training import wire_tensors
+from lw_jax.training.memory import bytes_of
 from sharding import place
 from sharding.placement import Placement
 
@@ -57,6 +60,8 @@ def start(recipe: "CacheWire", frozen: Tree) -> dict[str, Tree]:
     for what, texts in (("texts of the start", read), ("held out of them", encoded)):
         print(f"{what}: " + "\n".join(texts.describe()), flush=True)
     for name in recipe.wire.readers:
+        _check_disk(recipe, name, sum(map(len, read.readers[name]["own"].ids)))
+    for name in recipe.wire.readers:
         begun = time.monotonic()
         code, tokens = _fit(recipe, frozen[name], name, read.readers[name]["own"].ids)
         alone = dataclasses.replace(encoded, readers={name: encoded.readers[name]})
@@ -82,6 +87,18 @@ def _divide(questions: Sequence[Example], count: int, most: int, *, seed: int) -
     held_out = [eighths[index] for index in spread(len(eighths), most)] or chosen[-1:]  # of every source
     contexts = {question.context for question in held_out}
     return [question for question in chosen if question.context not in contexts] or held_out, held_out
+
+
+def _check_disk(recipe: "CacheWire", name: str, tokens: int) -> None:
+    """Refuses a disk without room for `_States`, before hours of reading: a node's own may be small."""
+    config, folder = recipe.wire.readers[name].config, tempfile.gettempdir()
+    needed = 2 * config.layers * config.kv_heads * config.head_dim * tokens * jnp.dtype(jnp.bfloat16).itemsize
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise UserError(
+            f"{folder}: keys and values of {tokens:,} tokens of reader {name!r} take {bytes_of(needed)} there until "
+            f"its basis is found, {bytes_of(free)} are free: free space, or set TMPDIR to a folder with more"
+        )
 
 
 class _States:

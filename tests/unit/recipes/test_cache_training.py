@@ -1,11 +1,15 @@
 """A cache wire's basis: fitted twice, and trained from there."""
 
+import shutil
+import types
+
 import jax
 import numpy as np
 import optax
 import pytest
 
 from lw_jax.core import validation
+from lw_jax.core.errors import UserError
 from lw_jax.evals import cache_rows
 from lw_jax.evals.record_log import RecordLog
 from lw_jax.inference.coded_wire import CodedWire
@@ -132,6 +136,13 @@ def test_streams_have_repetitions_ratios_and_other_texts(recipe):
     longest = max(map(len, questions.readers["qwen"]["own"].ids))
     assert f"qwen: longest text {longest}, longest question" in "\n".join(questions.describe())
     assert preflight.inspect(recipe.cfg, recipe) is not None
+
+
+def test_a_disk_without_room_for_the_states_is_refused_before_a_text_is_read(root, monkeypatch):
+    recipe = make(root)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=100_000))
+    with pytest.raises(UserError, match=r"reader 'llama' take .* 0\.1 MB are free.*TMPDIR"):
+        cache_start.start(recipe, {})
 
 
 def test_the_basis_is_fitted_anew_to_what_messages_say(root, monkeypatch):
