@@ -7,6 +7,7 @@ fitted, which serves few positions and hurts many (docs/messages.md).
 
 import dataclasses
 import functools
+import logging
 import math
 import shutil
 import tempfile
@@ -39,6 +40,8 @@ from sharding.placement import Placement
 if TYPE_CHECKING:
     from lw_jax.recipes.cache_wire import CacheWire
 
+_log = logging.getLogger(__name__)
+
 PART_HELD_OUT = 8  # one of so many texts is held out
 # Their numbers are found some twenty times. What was read of them stays on the device: on a card one batch.
 MOST_HELD_OUT = {"cpu": 12, "gpu": 32}
@@ -56,6 +59,9 @@ def start(recipe: "CacheWire", frozen: Tree) -> dict[str, Tree]:
     ratio, most = recipe.cfg.encoder.ratio, MOST_HELD_OUT[recipe.placement.platform]
     questions = recipe.curriculum.examples("train")
     train, held_out = _divide(questions, recipe.cfg.encoder.texts, most, seed=recipe.cfg.seed)
+    if train == held_out:
+        said = "steps, fits and nats below are of the text that the basis is fitted to, not of others"
+        _log.warning("config.data.train: all questions are about one text, and nothing is held out: %s", said)
     read, encoded, codes = recipe.encode(train), recipe.encode(held_out), {}
     for what, texts in (("texts of the start", read), ("held out of them", encoded)):
         print(f"{what}: " + "\n".join(texts.describe()), flush=True)

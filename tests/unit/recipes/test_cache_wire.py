@@ -245,6 +245,19 @@ def test_another_seed_reads_other_texts_of_the_same_sources():
     assert {text.context[:8] for text in second} == {"source 0", "source 1"}
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_start_from_one_text_says_that_nothing_is_held_out(root, monkeypatch, caplog, count):
+    monkeypatch.setattr(cache_start, "_fit", lambda *_: ({}, 0))
+    monkeypatch.setattr(cache_start, "HeldOut", lambda *_: None)
+    monkeypatch.setattr(cache_start, "_settle", lambda *_: {})
+    cfg = make_config(root, only="qwen")
+    recipe = CacheWire(cfg, tiny.place(cfg))
+    examples = [Example("", f"Card {n % count}: a bell.", f"What has card {n}?", ("bell",)) for n in range(3)]
+    monkeypatch.setattr(recipe.curriculum, "examples", lambda split: examples)
+    cache_start.start(recipe, {"qwen": {}})
+    assert ("nothing is held out" in caplog.text) == (count == 1)
+
+
 @pytest.mark.parametrize("overlong", [0, 7])  # of one in eight the eighth is held out
 def test_a_start_goes_without_texts_that_are_too_long_or_refuses_them(root, monkeypatch, overlong):
     examples = [
