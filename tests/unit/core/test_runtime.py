@@ -153,6 +153,7 @@ def test_sigterm_before_the_first_step_asks_for_a_requeue_at_once():
     done = run_code(EARLY)
     assert done.returncode == runtime.REQUEUE
     assert done.stderr.strip().startswith("stopped on request") and done.stderr.strip().count("\n") == 0
+    assert "without one it begins anew" in done.stderr, "a start of an hour is not kept"
 
 
 def test_several_processes_agree_on_stops_from_the_loop_on(handlers, monkeypatch):
