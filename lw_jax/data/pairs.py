@@ -110,7 +110,10 @@ def read(source: str, *, split: str = "train", columns: Sequence[str] = ()) -> l
     if doubled := sum(_repeats_prompt(pair) for pair in pairs):
         _log.warning(
             "%s: in %d of %d pairs both replies begin with their prompt: it is read twice and trained too; write the "
-            "replies alone", source, doubled, len(pairs),
+            "replies alone",
+            source,
+            doubled,
+            len(pairs),
         )
     if not pairs:
         raise UserError(f"{source}: no pair left of {count}: 'chosen' and 'rejected' are the same in all of them")

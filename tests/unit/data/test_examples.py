@@ -103,7 +103,11 @@ BROKEN = [
     ("x.json", '{"prompt": "a", "chosen": "b"}', "context.*'prompt', 'chosen'"),
     ("x.json", " \n", r"x\.json: "),
     ("x.jsonl.zst", "(\N{MICRO SIGN}/\n", r"x\.jsonl\.zst:1: begins with b'\(.*gzipped"),
-    ("x.jsonl", json.dumps(ROWS[0] | {"id": "caf\udce9 au"}, ensure_ascii=False), r"x\.jsonl:1: not UTF-8 \(.*caf\\xe9'"),
+    (
+        "x.jsonl",
+        json.dumps(ROWS[0] | {"id": "caf\udce9 au"}, ensure_ascii=False),
+        r"x\.jsonl:1: not UTF-8 \(.*caf\\xe9'",
+    ),
     ("x.csv.gz", "context,question\n", r"x\.csv\.gz: a CSV file"),
     ("x.json", "[]", r"x\.json: no examples"),
     ("x.jsonl", json.dumps(ROWS[0] | {"is_impossible": True}), "no examples.*1 unanswerable"),

@@ -90,7 +90,10 @@ BROKEN = [
     ({"chosen": "a", "rejected": "b"}, "'prompt'"),
     ({"question": "p", "chosen": "a", "rejected": "b"}, "data.columns=prompt:COLUMN"),
     ({"prompt": "p", "chosen": [CHOSEN], "rejected": [REJECTED]}, "mixed forms"),
-    ({"prompt": "p", "chosen": [USER, CHOSEN], "rejected": [USER, REJECTED]}, "leave the prompt out: data.columns=prompt:"),
+    (
+        {"prompt": "p", "chosen": [USER, CHOSEN], "rejected": [USER, REJECTED]},
+        "leave the prompt out: data.columns=prompt:",
+    ),
     (TALK | {"chosen": [{"from": "gpt", "value": "x"}]}, "chosen[0]: "),
     (TALK | {"rejected": [{"role": "assistant", "content": [1]}]}, "rejected[0].content[0]=1"),
     (TALK | {"prompt": [USER | {"content": [{"type": "image"}]}]}, "prompt[0].content[0].type='image'"),
