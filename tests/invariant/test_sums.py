@@ -1,6 +1,7 @@
 """Gradients cross devices once a step and in fp32, for any number of micro-batches and any arithmetic."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -50,6 +51,7 @@ class Toy(Recipe):
     def placement(self):
         return self.at
 
+    @functools.cached_property
     def shardings(self) -> Weights:
         whole = NamedSharding(self.at.learner, P())
         trainable = jax.tree.map(lambda _: whole, self.weights().trainable)
