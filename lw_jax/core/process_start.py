@@ -43,8 +43,8 @@ def at_once() -> contextlib.AbstractContextManager[None]:
 
 def _end_at_once(_number: int, _frame: types.FrameType | None) -> NoReturn:
     # os.write: print is not safe inside a handler that may have interrupted another print.
-    told = b"run the same command to resume from the last checkpoint; without one it begins anew"
-    os.write(2, b"\nstopped on request, no step to save: " + told + b"\n")
+    remedy = b"run the same command to resume from the last checkpoint; without one it begins anew"
+    os.write(2, b"\nstopped on request, no step to save: " + remedy + b"\n")
     os._exit(REQUEUE)  # a SystemExit that is raised inside a callback of C, as JAX's of the garbage collector, is lost
 
 

@@ -102,7 +102,7 @@ def phase(what: str, total: float = 0, unit: str = "", *, ends: bool = True) -> 
     """Tells on standard error how far a phase is: a bar on a terminal, else a line every ten seconds (`SECONDS`).
 
     The innermost phase tells. What is yielded takes how much is done, as `advance(1)`; without a `total` the time that
-    has passed is told; where `ends` also how long it was. Processes beside the first are silent.
+    has passed is reported; where `ends` also how long it was. Processes beside the first are silent.
     """
     work = _Phase(what, total, unit)
     if not is_first_process():

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 Batch = dict[str, Any]
 
 TASKS = {"answer": "questions", "reconstruct": "passages to repeat", "continuation": "passages to continue"}
-# A reader's fields that people are told about, in this order.
+# A reader's fields that are reported, in this order.
 SHOWN = {"own": "text", "text": "prompt with the text", "after": "question", "answer": "answer"}
 MULTIPLE = 8  # widths are rounded up to it, so that data sets of similar lengths share one compiled program
 

@@ -36,7 +36,7 @@ from sharding import place
 from sharding import placement as placements
 from sharding.placement import Placement
 
-TEXT = 1000  # tokens of the text whose reading and writing are told
+TEXT = 1000  # tokens of the text whose reading and writing are reported
 READ, WRITE = "read", "write"  # a batch's two programs
 SOLVES = 3  # of a text's numbers until a step is found, mostly
 
