@@ -22,7 +22,7 @@ HUB = "hub:"
 SUFFIXES = (".parquet", ".arrow")
 _SHOWN = 5  # files in a message
 BATCH = 128  # rows of a file in memory at once
-# What a split's name begins with; this tells it from a configuration of the hub and found in the names of files.
+# What a split's name begins with: it distinguishes one from a configuration of the hub, and finds it in names of files.
 _SPLIT = re.compile(r"(?:train|valid|val|validation|dev|test)(?![a-z])", re.ASCII)
 _SPLIT_WITHIN = re.compile(rf"(?<![a-z]){_SPLIT.pattern}", re.ASCII)  # of a name in lower case
 _SHARD = re.compile(r"(?:[-_.]\d+(?:-of-\d+)?(?:-[0-9a-f]{8,})?)?$")  # ends the name of one of several files
