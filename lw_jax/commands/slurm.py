@@ -107,7 +107,7 @@ def _check(runs: Mapping[str, Config], *, submit: bool) -> list[str]:
         where = f"{name}: " if name else ""
         for finding in planner.inspect(cfg):
             (errors if finding.severity == "error" else warnings).append(f"{where}{finding.text}")
-        absent = [f"{where}{finding.text}" for finding in preflight.missing_data(cfg)]
+        absent = [f"{where}{line}" for line in preflight.missing_data(cfg)]
         (errors if submit else warnings).extend(absent)
     if errors:
         raise UserError(f"no job was written: {'; '.join(errors)}")

@@ -23,7 +23,6 @@ PIECE = 1 << 18  # characters of a long text read at once: several of them keep 
 LARGE = 64 << 20  # bytes of a file whose hash is kept for the next start
 TEXT = ".txt"
 PLAIN = (TEXT, ".jsonl")
-_KNOWN = (*PLAIN, *row_sources.SUFFIXES)
 _NO_DOCUMENTS = ("test", "tests", "site-packages", "dist-packages", "idlelib", "idle_test", "__pycache__")
 _ROW = 'a document is a row {"text": "..."}; correct the row'
 
@@ -91,9 +90,9 @@ def _is_set(source: str) -> bool:
 
 def _files(source: str, split: str) -> list[Path]:
     """Returns the files of a path in the order of their names; of a folder of tables alone one split's."""
-    files = row_sources.files(source, split, beside=PLAIN)
-    if unknown := [file for file in files if row_sources.suffix_of(file) not in _KNOWN]:
-        raise UserError(f"{unknown[0]}: unknown kind of file; {', '.join(_KNOWN)} are read, and {DOCSTRINGS!r}")
+    files, known = row_sources.files(source, split, beside=PLAIN), (*PLAIN, *row_sources.SUFFIXES)
+    if unknown := [file for file in files if row_sources.suffix_of(file) not in known]:
+        raise UserError(f"{unknown[0]}: unknown kind of file; {', '.join(known)} are read, and {DOCSTRINGS!r}")
     return files
 
 

@@ -51,9 +51,9 @@ class Fields(Generic[_T]):
         fields = dataclasses.replace(self, unread=Counter(), skipped=set())
         yield fields
         if fields.unread:
-            shown = ", ".join(f"{column!r} ({count:,} rows)" for column, count in fields.unread.most_common(_SHOWN))
-            more = len(fields.unread) - _SHOWN
-            warn_once(f"{where}: not read: {shown}" + (f" and {more:,} more" if more > 0 else ""))
+            warn_unread(
+                where, [f"{column!r} ({count:,} rows)" for column, count in fields.unread.most_common()], _SHOWN
+            )
 
     def convert(self, row: Mapping[str, Any], where: str) -> _T:
         """Returns one row that a library has read. Raises UserError naming place, field, value and rule."""
@@ -133,6 +133,12 @@ def _descend(value: Any, names: Sequence[str]) -> Any:
     return _descend(value[names[0]], names[1:])
 
 
+def warn_unread(where: str, names: Sequence[str], most: int, rule: str = "") -> None:
+    """Names what is not read of a source, `most` of it, once in a process."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    _warn_once(f"{where}: not read: {', '.join(names[:most])}{more}{rule}")
+
+
 @functools.lru_cache(maxsize=64)
-def warn_once(line: str) -> None:
+def _warn_once(line: str) -> None:
     _log.warning(line)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import expand
 from lw_jax.data import rows
-from lw_jax.data.row_fields import Fields, warn_once
+from lw_jax.data.row_fields import Fields, warn_unread
 
 HUB = "hub:"
 SUFFIXES = (".parquet", ".arrow")
@@ -154,8 +154,7 @@ def files(source: str, split: str, *, beside: Collection[str] = ()) -> list[Path
     if tables and not beside and (rows_beside := [file for file in here if suffix_of(file) == ".jsonl"]):
         raise UserError(f"{rows_beside[0]}: stands in a folder of tables, which alone are read; {_COMMAS}")
     if matches and (unread := [file.relative_to(path).as_posix() for file in here if suffix_of(file) not in known]):
-        more = f" and {len(unread) - _SHOWN:,} more" if len(unread) > _SHOWN else ""
-        warn_once(f"{path}: not read: {', '.join(unread[:_SHOWN])}{more}; of a folder {', '.join(known)} are")
+        warn_unread(str(path), unread, _SHOWN, f"; of a folder {', '.join(known)} are")
     if not named and len(tables) < len(matches):
         if len(several := {_split_of(file.relative_to(path)) for file in matches} - {""}) > 1:
             raise UserError(

@@ -50,7 +50,7 @@ def measure(
         swapped = dataclasses.replace(swapped, encoded=cache_rows.attach(swapped.encoded, recipe.layout))
         say(swapped.describe(changed, len(indices)))
         _check_positions(wire, swapped.encoded, range(len(swapped.origins)), rows)
-    log = open_log(recipe, f"{wire.fingerprint} {wire.ratio}", encoded, folder, taught=taught)
+    log = open_log(recipe, lambda: f"{wire.fingerprint} {wire.ratio}", encoded, folder, taught=taught)
 
     def run(encoded: Encoded, indices: Sequence[int], rows: Sequence[str]) -> list[Record]:
         settings = {"batch": batch, "max_new_tokens": options.max_new_tokens}

@@ -182,7 +182,7 @@ def measure(
         encoded = control_rows.attach_ceiling(encoded, spread(len(encoded), options.examples))
     if options.layers == "unstacked":
         say("answers: layers unstacked (eval.layers)")
-    log = open_log(recipe, tree.digest(wire.trainable), encoded, folder, taught=bench.taught)
+    log = open_log(recipe, lambda: tree.digest(wire.trainable), encoded, folder, taught=bench.taught)
     return _fitting(
         batch,
         options,

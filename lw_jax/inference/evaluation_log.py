@@ -1,7 +1,7 @@
 """Records of an evaluation under way, in the folder of its results: one that was cut short resumes, of any wire."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -20,17 +20,23 @@ PARTIAL = "eval.partial.jsonl"  # an evaluation's records, until its results are
 
 
 def open_log(
-    recipe: WireReaders, weights: str, encoded: Encoded, folder: Path | None, *, taught: Mapping[str, jax.Array]
+    recipe: WireReaders,
+    weights: Callable[[], str],
+    encoded: Encoded,
+    folder: Path | None,
+    *,
+    taught: Mapping[str, jax.Array],
 ) -> RecordLog:
     """Returns the records of the same evaluation in the folder: of the same `weights`, program, data and options.
 
     Rows and batch may differ. `weights` identifies what was trained, `taught` are the readers' vectors. Without a
-    folder, and of several processes, of which each makes a part of them, records are in memory alone.
+    folder, where nothing need be identified, and of several processes, of which each makes a part, records are in memory
+    alone.
     """
     vectors = {name: content_hash(np.asarray(vector).tolist()) for name, vector in taught.items()}
     if folder is None or jax.process_count() > 1:
         return RecordLog(vectors=vectors)
-    log = RecordLog(folder / PARTIAL, _key(recipe, weights, encoded), vectors=vectors)
+    log = RecordLog(folder / PARTIAL, _key(recipe, weights(), encoded), vectors=vectors)
     if len(log):
         say(f"resuming: {len(log):,} records are in {folder}/{PARTIAL}")
     elif log.dropped:

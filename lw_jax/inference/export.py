@@ -1,5 +1,6 @@
 """Export of trained weights: wire folder, PEFT adapter, merged model, TTT model folder."""
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -55,14 +56,12 @@ def export(
     if len({folder.resolve() for folder in folders.values()}) < len(folders):
         flags = " and ".join(f"--{flag}" for flag in folders)
         raise UserError(f"{next(iter(folders.values()))}: named by {flags}; name a folder for each")
-    try:
+    with contextlib.ExitStack() as locks:
         for flag, folder in folders.items():
             run_folder.lock(folder, LOCK, flag=f"--{flag}")
+            locks.callback((folder / LOCK).unlink, missing_ok=True)  # its own: another process' lock stays
             _check_empty(flag, folder)
         yield from _write(cfg, workdir, folders, dtype=dtype, card=card)
-    finally:
-        for folder in folders.values():
-            (folder / LOCK).unlink(missing_ok=True)
 
 
 def _write(

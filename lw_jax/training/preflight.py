@@ -82,9 +82,9 @@ def _cadence(cfg: Config) -> list[Finding]:
     ]
 
 
-def missing_data(cfg: Config) -> list[Finding]:
-    """Returns a warning for each data file that this machine lacks: the run may start on another one."""
-    generated, findings = ("", *validation.MADE, validation.DOCSTRINGS), []
+def missing_data(cfg: Config) -> list[str]:
+    """Returns a line for each data file that this machine lacks; a run that is queued may start on another one."""
+    generated, lines = ("", *validation.MADE, validation.DOCSTRINGS), []
     named = [
         (key, name)
         for key in ("train", "validation", "passages")
@@ -95,5 +95,5 @@ def missing_data(cfg: Config) -> list[Finding]:
             continue
         missing = f"data.{key}={source!r}: no such file or folder, seen from {Path.cwd()}"
         rule = f"a run needs it at its start: --config.data.{key}=FILE names one"
-        findings.append(Finding("warning", f"{missing}; {rule}"))
-    return findings
+        lines.append(f"{missing}; {rule}")
+    return lines

@@ -61,6 +61,7 @@ def test_folder_into_which_another_process_exports_is_refused(root, tmp_path):
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(UserError, match=r"model: another process is writing here.*--model"):
             asked(root, tmp_path / "run", tmp_path / "model")
+        assert (tmp_path / "model" / export.LOCK).exists(), "a third one is refused as well"
     with pytest.raises(UserError, match="checkpoint"):  # one that was killed left nothing else there
         asked(root, tmp_path / "run", tmp_path / "model")
     assert not list((tmp_path / "model").iterdir())

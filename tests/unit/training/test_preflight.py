@@ -157,4 +157,4 @@ def test_each_source_that_is_not_here_is_told(tmp_path):
     named = f"{tmp_path}/a.jsonl,{tmp_path}/gone.jsonl,hub:a/b"
     cfg = load("configs/smoke.py", data__train=named, data__validation=f"{tmp_path}/saved:test")
     (told,) = preflight.missing_data(cfg)
-    assert told.text.startswith(f"data.train='{tmp_path}/gone.jsonl': no such file or folder")
+    assert told.startswith(f"data.train='{tmp_path}/gone.jsonl': no such file or folder")
