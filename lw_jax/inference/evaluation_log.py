@@ -30,8 +30,7 @@ def open_log(
     """Returns the records of the same evaluation in the folder: of the same `weights`, program, data and options.
 
     Rows and batch may differ. `weights` identifies what was trained, `taught` are the readers' vectors. Without a
-    folder, where nothing need be identified, and of several processes, of which each makes a part, records are in memory
-    alone.
+    folder, and of several processes, which make a part each, records are in memory alone.
     """
     vectors = {name: content_hash(np.asarray(vector).tolist()) for name, vector in taught.items()}
     if folder is None or jax.process_count() > 1:
