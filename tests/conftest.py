@@ -37,6 +37,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 os.environ |= {
     "JAX_NUMPY_DTYPE_PROMOTION": "strict",
     "JAX_NUMPY_RANK_PROMOTION": "raise",
+    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",  # lines of source in each program take a tenth of the time of compiling it
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",  # halves compilation; `@pytest.mark.optimized` turns them on
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SAMPLE_BYTES = 4096
+# Leaves of more bytes are put on their devices layer by layer, so that the host holds two layers and not all.
+_STACKED_ON_HOST = 2**25
 # What may stand beside a model's config.json and tensors: patterns of an earlier model's files.
 _BESIDE = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
@@ -207,8 +209,13 @@ def _ahead(reads: Sequence[Callable[[], Tree]]) -> Iterator[Tree]:
 
 
 def _stack(layers: Iterator[Tree], leaf: Tree, sharding: Tree | None) -> Tree:
-    part = jax.tree.map(_of_a_layer, sharding)
     shapes, tree = jax.tree.flatten(leaf)
+    if sum(x.size * x.dtype.itemsize for x in shapes) <= _STACKED_ON_HOST:  # without a program for each leaf's shape
+        stack = jax.tree.map(lambda x: make_buffer(x.shape, x.dtype), leaf)
+        for i, layer in enumerate(layers):
+            jax.tree.map(lambda stacked, value, i=i: stacked.__setitem__(i, value), stack, layer)
+        return _put(stack, sharding)
+    part = jax.tree.map(_of_a_layer, sharding)
     # Functions of the module: JAX compiles them once for leaves of the same shapes, of this model or of the next.
     stack = jax.jit(_zeros, static_argnums=(0, 1), out_shardings=sharding)(tree, tuple(shapes))
     write = jax.jit(_set_layer, donate_argnums=0, out_shardings=sharding)

@@ -145,7 +145,9 @@ def test_first_layers_only(llama):
         weights.load(llama, dtype=jnp.float32, layers=4)
 
 
-def test_weights_land_in_their_shards(llama):
+@pytest.mark.parametrize("on_host", [0, 2**25], ids=["layer by layer", "stacked on the host"])
+def test_weights_land_in_their_shards(llama, on_host, monkeypatch):
+    monkeypatch.setattr(weights, "_STACKED_ON_HOST", on_host)
     mesh = jax.make_mesh((1, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     abstract = decoder.abstract(LLAMA, jnp.float32)
     shardings = jax.tree.map(lambda _: jax.NamedSharding(mesh, jax.P()), abstract)
