@@ -136,9 +136,10 @@ def _descend(value: Any, names: Sequence[str]) -> Any:
 def warn_unread(where: str, names: Sequence[str], most: int, rule: str = "") -> None:
     """Names what is not read of a source, `most` of it, once in a process."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    _warn_once(f"{where}: not read: {', '.join(names[:most])}{more}{rule}")
+    warn_once(f"{where}: not read: {', '.join(names[:most])}{more}{rule}")
 
 
 @functools.lru_cache(maxsize=64)
-def _warn_once(line: str) -> None:
+def warn_once(line: str) -> None:
+    """Logs a line, once in a process."""
     _log.warning(line)

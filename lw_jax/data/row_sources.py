@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import expand
 from lw_jax.data import rows
-from lw_jax.data.row_fields import Fields, warn_unread
+from lw_jax.data.row_fields import Fields, warn_once, warn_unread
 
 HUB = "hub:"
 SUFFIXES = (".parquet", ".arrow")
@@ -26,6 +26,7 @@ BATCH = 128  # rows of a file in memory at once
 _SPLIT = re.compile(r"(?:train|valid|val|validation|dev|test)(?![a-z])", re.ASCII)
 _SPLIT_WITHIN = re.compile(rf"(?<![a-z]){_SPLIT.pattern}", re.ASCII)  # of a name in lower case
 _SHARD = re.compile(r"(?:[-_.]\d+(?:-of-\d+)?(?:-[0-9a-f]{8,})?)?$")  # ends the name of one of several files
+_NUMBERED = re.compile(r"[-_.](\d+)-of-(\d+)(?=[-_.]|$)")  # in the name of one of so many files
 _HUB_FORM = "hub:NAME[:CONFIG][:SPLIT][@REVISION]"
 _COMMAS = "name the files with commas between"
 
@@ -160,7 +161,7 @@ def files(source: str, split: str, *, beside: Collection[str] = ()) -> list[Path
             raise UserError(
                 f"{path}: has files of the splits {', '.join(sorted(several))}, not of tables alone; {remedy}"
             )
-        return matches
+        return _check_shards(path, matches)
     if not tables:
         wanted = ", ".join(SUFFIXES if named else (*SUFFIXES, *beside))
         raise UserError(f"{path}: is a directory without {wanted} files; name another, or a file")
@@ -172,13 +173,34 @@ def files(source: str, split: str, *, beside: Collection[str] = ()) -> list[Path
                 f"{path}: has files of {', '.join(sorted(within))}, whose names do not begin with the split as the "
                 f"hub's do (train-00000.parquet), and which would be read as one table; {remedy}"
             )
-        return tables
+        return _check_shards(path, tables)
     if odd := next((file for file, name in splits.items() if not name and any(splits.values())), None):
         raise UserError(f"{odd}: its name has no split, others in {path} have one; {remedy}")
     chosen = [file for file, name in splits.items() if name == (named or split)]
     if not chosen:
         raise _no_split(path, named or split, splits.values())
-    return chosen
+    return _check_shards(path, chosen)
+
+
+def _check_shards(folder: Path, files: list[Path]) -> list[Path]:
+    """Returns the files; warns of missing ones, by the numbers in their names, and refuses those of two tables."""
+    sets: dict[tuple[str, int], dict[int, Path]] = {}
+    for file in files:
+        if match := _NUMBERED.search(file.name):
+            number, count = map(int, match.groups())
+            other = sets.setdefault((file.name[: match.start()], count), {}).setdefault(number, file)
+            if other != file:
+                one, two = (path.relative_to(folder).as_posix() for path in (other, file))
+                raise UserError(
+                    f"{folder}: {one} and {two} are the same part of two tables, which would be read as one; name the "
+                    f"folder of one of them, or {_COMMAS}"
+                )
+    for (name, count), there in sets.items():
+        if len(there) < count:
+            warn_once(
+                f"{folder}: {len(there)} of the {count} files {name}-*-of-{count:05} are there; they alone are read"
+            )
+    return files
 
 
 def suffix_of(file: Path) -> str:

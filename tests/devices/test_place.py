@@ -38,6 +38,11 @@ def test_cut_holds_the_batch_and_as_little_filling_as_its_accumulation_allows(
     assert not any(place.Cut(other, data_axis, found.accumulation).filling for other in found.full_batches)
 
 
+def test_filling_is_described_with_the_batches_that_have_none():
+    told = place.cut(global_batch=8, micro_batch=0, data_axis=3).describe()
+    assert "1 of 9 rows" in told and "train.global_batch=6 or 9" in told
+
+
 def test_cut_that_leaves_a_device_without_examples_is_refused():
     with pytest.raises(PlacementError, match="mesh.data=2, or global_batch 8 or more"):
         place.cut(global_batch=2, micro_batch=0, data_axis=8)

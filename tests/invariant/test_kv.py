@@ -27,9 +27,8 @@ def alone(root, tmp_path_factory):
 
 PLACED = {
     "hybrid3 accumulate 2": {"devices": 3, "strategy": "hybrid3", "train__micro_batch": 4},
-    "data 2 x tensor 2": {"devices": 4, "model": 2, "strategy": "tensor"},
     "fsdp 8": {"devices": 8, "strategy": "fsdp"},
-    "tensor 4: heads of keys that do not divide": {"devices": 4, "model": 4, "strategy": "tensor"},
+    "data 2 x tensor 4: heads of keys that do not divide": {"devices": 8, "model": 4, "strategy": "tensor"},
 }
 
 
@@ -66,8 +65,7 @@ def test_other_latents_score_otherwise(one_device):
 
 ELSEWHERE = {
     "tensor": {"devices": 4, "model": 2},
-    "hybrid3": {"devices": 3, "strategy": "hybrid3"},
-    "unstacked": {"eval__layers": "unstacked"},
+    "hybrid3, unstacked": {"devices": 3, "strategy": "hybrid3", "eval__layers": "unstacked"},
 }
 
 
@@ -79,9 +77,8 @@ def test_messages_are_answered_and_scored_as_on_one_device(name, root, alone, on
     tiny.assert_same_scores(evaluation.measure(wire).records, scored)
 
 
-@pytest.mark.parametrize("stored", ["int8", "w8a8"])
-def test_packed_readers_are_started_and_taught(stored, root, alone, tmp_path):
-    packed = {"llms__llama__weights": stored, "llms__qwen__weights": stored}
+def test_packed_readers_are_started_and_taught(root, alone, tmp_path):
+    packed = {"llms__llama__weights": "int8", "llms__qwen__weights": "w8a8"}
     code, losses, _ = tiny.unsaved_curve(tiny.make_recipe(root, **changes(root, **packed)), tmp_path / "run")
     assert code == 0 and np.isfinite(losses).all()
     assert losses[0] == pytest.approx(alone[1][0], rel=0.05) and losses[0] != alone[1][0]

@@ -17,20 +17,21 @@ ROWS = ("text", "latents", "shuffled", "zero")
 
 PLACED = {
     "data 2 accumulate 2": {"devices": 2, "train__micro_batch": 2},
-    "replicate 8": {"devices": 8},
-    "fsdp 4": {"devices": 4, "strategy": "fsdp"},
-    "data 2 x tensor 4": {"devices": 8, "model": 4, "strategy": "tensor"},
-    "accumulate 4, remat full": {"train__micro_batch": 2, "compute__remat": "full"},
-    "data 2 x tensor 2, logits of a row of each at once": {"devices": 4, "model": 2, "compute__logits_chunk": 1},
-    # A batch of 8 filled up with rows of weight zero.
-    "replicate 3 accumulate 2": {"devices": 3, "train__micro_batch": 2},
+    "fsdp 4 accumulate 2, remat full": {
+        **{"devices": 4, "strategy": "fsdp", "train__micro_batch": 1},
+        "compute__remat": "full",
+    },
+    "data 2 x tensor 4, logits of a row of each at once": {
+        **{"devices": 8, "model": 4, "strategy": "tensor"},
+        "compute__logits_chunk": 1,
+    },
     "replicate 7, three of them with filling alone": {"devices": 7},
-    "data 3 x tensor 2": {"devices": 6, "model": 2, "strategy": "tensor"},
+    "data 3 x tensor 2 accumulate 2": {"devices": 6, "model": 2, "strategy": "tensor", "train__micro_batch": 2},
     "hybrid3 accumulate 3": {"devices": 3, "strategy": "hybrid3", "train__micro_batch": 3},
-    "split 8 over pairs": {"devices": 8, "strategy": "split", "model": 2},
-    "split 2 accumulate 4": {"devices": 2, "strategy": "split", "train__micro_batch": 2},
+    "split 8 over pairs accumulate 2": {"devices": 8, "strategy": "split", "model": 2, "train__micro_batch": 2},
     "hybrid4 of 8": {"devices": 8, "strategy": "hybrid4"},
 }
+FILLED = ("replicate 7, three of them with filling alone", "data 3 x tensor 2 accumulate 2", "hybrid3 accumulate 3")
 QUICK = "data 2 accumulate 2"  # in `make test`
 
 
@@ -39,9 +40,11 @@ def series(folder, name: str = "loss") -> list[float]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one != QUICK)) for one in PLACED])
-def test_every_placement_gives_the_curve_and_the_values_of_one_device(name, root, single, tmp_path):
+def test_every_placement_gives_the_curve_and_the_values_of_one_device(name, root, single, tmp_path, capsys):
     *wanted, folder = single
     found = tiny.unsaved_curve(tiny.make_recipe(root, **PLACED[name]), tmp_path / "run")
+    (batch,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("global batch 8 = "))
+    assert ("padding rows" in batch) == (name in FILLED)
     tiny.assert_same_curve(found, wanted)
     assert found[1][-1] < found[1][0]
     ours, theirs = (run_folder.read_metrics(folder / "metrics.jsonl") for folder in (tmp_path / "run", folder))

@@ -16,13 +16,6 @@ from tests.tiny import curve
 
 
 @pytest.mark.slow
-def test_three_devices_that_do_not_divide_the_batch_give_the_curve_of_one(root, single, tmp_path, capsys):
-    tiny.assert_same_curve(tiny.unsaved_curve(tiny.make_recipe(root, devices=3), tmp_path / "run"), single)
-    told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("global batch 8 = 3 "))
-    assert "1 of 9 rows" in told and "train.global_batch=6 or 9" in told
-
-
-@pytest.mark.slow
 def test_muon_s_curve_is_the_same_however_it_is_computed(root, tmp_path):
     """Of the accumulated gradients, where a matrix is split over data, and where it is split over both axes."""
     muon = {"optim__kind": "muon"}

@@ -33,7 +33,6 @@ def alone(root, tmp_path_factory):
 
 PLACED = {
     "fsdp 8": {"devices": 8, "strategy": "fsdp"},
-    "replicate 3": {"devices": 3},
     "fsdp 3 accumulate 2": {"devices": 3, "strategy": "fsdp", "train__micro_batch": 2},
     "chunked loss, wider table": {"devices": 2, "compute__logits_chunk": 8, "ttt__table_multiple": 64},
 }
@@ -55,8 +54,10 @@ def test_curve_is_that_of_one_device(name, root, alone, tmp_path):
 
 
 VARIANTS = {
-    "mlp mamba": {"ttt__inner": "mlp", "ttt__inner_rate": 0.1, "ttt__backbone": "mamba"},
-    "segments": {"ttt__segments": 2, "ttt__length": 8},
+    "mlp mamba, segments": {
+        **{"ttt__inner": "mlp", "ttt__inner_rate": 0.1, "ttt__backbone": "mamba"},
+        **{"ttt__segments": 2, "ttt__length": 8},
+    },
     "kernel": {"ttt__form": "kernel", "ttt__chunk": 16, "ttt__length": 32, "ttt__width": 48},
 }
 

@@ -208,6 +208,8 @@ def test_split_of_a_folder_is_told_from_the_names_in_it(tmp_path, names, split, 
         (("a.parquet",), ":test", "'test'"),
         (("squad_train.parquet", "squad_dev.parquet"), "", r"\bdev, train\b"),
         (("Train.parquet", "Test.parquet"), "", r"\btest, train\b"),
+        (tuple(f"{name}/train-00000-of-00001.parquet" for name in ("de", "en")), "", "same part of two tables"),
+        (tuple(f"train-00000-of-00001-{name}.parquet" for name in ("8a1b2c3d4e", "0f0f0f0f0f")), "", "of two tables"),
         (("a.csv",), "", r"\.parquet, \.arrow"),
         ((), "/gone.parquet", r"gone\.parquet: no such file"),
         ((), "/gone.csv", r"gone\.csv: a CSV file"),
@@ -217,6 +219,14 @@ def test_folder_without_the_split_or_without_tables_is_refused(tmp_path, names, 
     touch(tmp_path, *names)
     with pytest.raises(UserError, match=named):
         examples.read(f"{tmp_path}{source}")
+
+
+def test_parts_of_a_table_that_are_not_there_are_reported(tmp_path, caplog):
+    touch(tmp_path, *(f"train-{number:05}-of-00004.parquet" for number in (0, 3)), "test-00000-of-00001.parquet")
+    assert len(row_sources.files(str(tmp_path), "train")) == 2
+    assert "2 of the 4 files train-*-of-00004 are there" in caplog.text
+    caplog.clear()
+    assert len(row_sources.files(str(tmp_path), "test")) == 1 and not caplog.text
 
 
 def test_split_of_a_saved_data_set_is_named_or_refused(tmp_path):

@@ -30,6 +30,7 @@ CACHE = tiny.CACHE | {
     "stages__pretrain__reconstruct": 1.0,
     "stages__pretrain__lengths": (16,),
 }
+QUESTIONS = {"stages__pretrain__share": 0.0, "stages__pretrain__reconstruct": 0.0, "stages__pretrain__lengths": ()}
 TRAINED = {"mean", "scale", "basis"}
 
 
@@ -159,7 +160,7 @@ def test_the_basis_is_fitted_anew_to_what_messages_say(root, monkeypatch):
 @pytest.fixture(scope="module")
 def pair(root):
     """A start of which one reader's messages are fitted at a ratio of 2, and the other's are not."""
-    recipe = make(root)
+    recipe = make(root, **QUESTIONS)
     built = recipe.build()
     codes = built.trainable["codes"]
     codes.update({name: fit_at_two(codes[name], fitted) for name, fitted in (("llama", 1.0), ("qwen", 0.0))})
@@ -192,7 +193,7 @@ def test_a_run_trains_bases_means_and_scales_alone(pair, of_one_device):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy, devices", [("replicate", 2), ("split", 2)])
 def test_placements_train_alike(pair, of_one_device, root, tmp_path, strategy, devices):
-    other = make(root, mesh__placement=strategy, strategy=strategy, devices=devices)
+    other = make(root, mesh__placement=strategy, strategy=strategy, devices=devices, **QUESTIONS)
     np.testing.assert_allclose(curve_of(other, pair[1], tmp_path)[0], of_one_device[0], atol=2e-3)
 
 
