@@ -113,6 +113,10 @@ def _optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     import jax
 
+    from tests import tiny
+
+    if "root" in request.fixturenames:  # drawing them with optimizations takes a minute
+        tiny.readers(request.getfixturevalue("root"))
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
