@@ -27,6 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common
+from examples import with_transformers
 from lw_jax.core import environment
 from lw_jax.core.errors import UserError, leave
 from lw_jax.core.precision import DTYPES
@@ -47,11 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(rest)
     environment.hide_idle_cuda()
-    import lw_jax
     from lw_jax.evals import answers
     from lw_jax.inference.coded_wire import CodedWire
 
-    wire: Any = lw_jax.load_wire(args.workdir, config=assignments)
+    wire: Any = with_transformers.open_wire(args.workdir, args.reader, assignments)
     if not isinstance(wire, CodedWire):
         raise UserError(f"--workdir {args.workdir}: a wire of trained latents; name one of encoder.kind='cache'")
     cases, decode = questions_of(wire, args.reader, args.questions), wire.recipe.tokenizers[args.reader].decode
@@ -138,7 +138,7 @@ def _case(wire: Any, args: argparse.Namespace, cases: list[Row]) -> Row:
     return {
         "folder": str(location if location.is_dir() else location.parent),
         "gguf": None if location.is_dir() else location.name,
-        "dtype": DTYPES.get(llm.weights, "float32"),
+        "dtype": DTYPES[llm.weights],
         "device": "cuda" if jax.default_backend() == "gpu" else "cpu",
         "presses": args.presses.split(","),
         "ratios": list(args.ratios),

@@ -79,9 +79,10 @@ def open_wire(workdir: str, reader: str, assignments: dict[str, str]) -> "Wire":
     llms = run_folder.read_config(path).llms
     if reader not in llms:
         raise UserError(f"--reader {reader}: this wire has {', '.join(llms)}")
-    if llms[reader].weights not in DTYPES:
+    weights = assignments.get(f"llms.{reader}.weights", llms[reader].weights)
+    if weights not in DTYPES:
         raise UserError(
-            f"--reader {reader}: its weights are packed ({llms[reader].weights}), and transformers would read others; "
+            f"--reader {reader}: its weights are packed ({weights}), and transformers would read others; "
             "name a reader with weights fp32 or bf16"
         )
     return lw_jax.load_wire(path, config=assignments)

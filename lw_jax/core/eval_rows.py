@@ -75,4 +75,11 @@ PROMPT_FIELDS = tuple(dict.fromkeys(field for row in ROWS.values() for field in 
 
 
 def fields_of(rows: Iterable[str]) -> tuple[str, ...]:
+    """Returns the fields that rows read, of one with an exchanged answer those of all such.
+
+    Which answers can be exchanged follows from the fields: it is the same whichever of these rows are measured.
+    """
+    rows = list(rows)
+    if any(ROWS[row].swapped for row in rows):
+        rows += [name for name, row in ROWS.items() if row.swapped]
     return tuple(dict.fromkeys(field for row in rows for field in ROWS[row].fields))

@@ -5,7 +5,9 @@ in batches of rows, and of parquet and Arrow only the columns that are needed.
 """
 
 import contextlib
+import filecmp
 import importlib
+import itertools
 import json
 import os
 import re
@@ -108,7 +110,7 @@ def label(source: str, split: str) -> str:
 def check_apart(train: str, validation: str, *, beside: Collection[str] = ()) -> None:
     """Raises UserError where a validation source has files, or a split of the hub, of a training source.
 
-    `beside`: as of `files`.
+    A copy of a training file is warned of: who measures memory on purpose makes one. `beside`: as of `files`.
     """
     trained = split_sources(train)
     for name in split_sources(validation):
@@ -352,15 +354,25 @@ def _typed(
 
 
 def _overlap(train: str, validation: str, beside: Collection[str]) -> bool:
-    """Returns whether two sources have rows in common, as far as their names tell."""
+    """Returns whether two sources have rows in common, as far as their names tell; warns of copies of files."""
     if train.startswith(HUB) != validation.startswith(HUB):
         return False
     if not train.startswith(HUB):
-        return not _rows_of(train, "train", beside).isdisjoint(_rows_of(validation, "validation", beside))
+        ours, theirs = _rows_of(train, "train", beside), _rows_of(validation, "validation", beside)
+        for path, other in itertools.product(ours, theirs - ours):
+            if _is_copy(path, other):
+                warn_once(f"{other}: held-out data, a copy of the training data {path}: its scores measure memory")
+        return not ours.isdisjoint(theirs)
     (*name, split, revision), (*named, other, pinned) = parse_hub(train, "train"), parse_hub(validation, "validation")
     if name != named or (revision and pinned and revision != pinned):
         return False
     return any(_splits_overlap(ours, theirs) for ours in split.split("+") for theirs in other.split("+"))
+
+
+def _is_copy(path: str, other: str) -> bool:
+    if not (os.path.isfile(path) and os.path.isfile(other)):
+        return False
+    return os.path.getsize(path) == os.path.getsize(other) > 0 and filecmp.cmp(path, other, shallow=False)
 
 
 def _splits_overlap(split: str, other: str) -> bool:

@@ -1,5 +1,10 @@
-"""Exact match and token F1 against all references, by the rules of the SQuAD 1.1 evaluation script."""
+"""Exact match and token F1 against all references, by the rules of the SQuAD 1.1 evaluation script.
 
+But for references of articles and marks alone ("A" of a choice, "?"), of which those rules leave nothing, so that no
+answer at all would be right: these are compared as they are, lower-cased.
+"""
+
+import operator
 import re
 import string
 import unicodedata
@@ -15,18 +20,26 @@ def normalise(text: str) -> str:
 
     Unicode is composed first, as some tokenizers do: SQuAD's own script would tell such answers apart.
     """
-    text = unicodedata.normalize("NFC", text)
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    return " ".join(_ARTICLES.sub(" ", _lower(text).translate(_PUNCTUATION)).split())
 
 
 def exact_match(prediction: str, references: Iterable[str]) -> float:
     """1.0 when the prediction equals any reference after normalisation."""
-    return float(any(normalise(prediction) == normalise(reference) for reference in references))
+    return float(any(operator.eq(*_words(prediction, reference)) for reference in references))
 
 
 def f1(prediction: str, references: Iterable[str]) -> float:
     """Best token F1 over the references; an empty one counts only against an empty prediction."""
-    return max(_f1(normalise(prediction).split(), normalise(reference).split()) for reference in references)
+    return max(_f1(*_words(prediction, reference)) for reference in references)
+
+
+def _lower(text: str) -> str:
+    return unicodedata.normalize("NFC", text).lower()
+
+
+def _words(prediction: str, reference: str) -> tuple[list[str], list[str]]:
+    form = normalise if normalise(reference) else _lower
+    return form(prediction).split(), form(reference).split()
 
 
 def _f1(prediction: list[str], reference: list[str]) -> float:

@@ -29,8 +29,8 @@ def open_log(
 ) -> RecordLog:
     """Returns the records of the same evaluation in the folder: of the same `weights`, program, data and options.
 
-    Rows and batch may differ. `weights` identifies what was trained, `taught` are the readers' vectors. Without a
-    folder, and of several processes, which make a part each, records are in memory alone.
+    Rows, batch, layers and curve may differ. `weights` identifies what was trained, `taught` are the readers' vectors.
+    Without a folder, and of several processes, which make a part each, records are in memory alone.
     """
     vectors = {name: content_hash(np.asarray(vector).tolist()) for name, vector in taught.items()}
     if folder is None or jax.process_count() > 1:
@@ -44,9 +44,12 @@ def open_log(
 
 
 def _key(recipe: WireReaders, weights: str, encoded: Encoded) -> str:
-    """Returns a hash of what the records of all rows depend on; the mesh changes them by rounding alone."""
+    """Returns a hash of what the records of all rows depend on; mesh and layers change them by rounding alone.
+
+    `eval.layers=auto` follows from the memory that is free when the program starts.
+    """
     options = dataclasses.asdict(recipe.cfg)
-    for name in ("rows", "batch"):
+    for name in ("rows", "batch", "layers", "curve", "curve_examples"):
         del options["eval"][name]
     del options["mesh"]
     options["compute"]["dtype"] = precision.resolve(recipe.cfg.compute.dtype, recipe.placement.platform)

@@ -65,7 +65,7 @@ def generation(step_spec: StepSpec) -> Pass | None:
 def longest_prompts(recipe: LatentWire, name: str, size: int) -> list[PromptShapes]:
     """Returns the longest prompts of eval.rows as shapes: of a text or from latents, both where they differ in kind."""
     cfg, wire = recipe.cfg, workload.prompts(recipe, name, size)
-    if not eval_rows.fields_of(cfg.eval.rows):
+    if not any(eval_rows.ROWS[row].fields for row in cfg.eval.rows):
         return [wire]
     text = workload.text_prompts(recipe, name, size, cfg.data.context_tokens)
     if wire.kv_prefix is None:

@@ -259,6 +259,16 @@ def test_validation_is_apart_from_training_by_what_is_read_not_by_its_name(tmp_p
             check(train, validation)
 
 
+def test_a_copy_of_the_training_file_is_warned_of(tmp_path, caplog):
+    for name, text in (("a.jsonl", "12"), ("b.jsonl", "12"), ("c.jsonl", "34")):
+        (tmp_path / name).write_text(text, "utf-8")
+    train, copy, other = (str(tmp_path / f"{name}.jsonl") for name in "abc")
+    row_sources.check_apart(train, other)
+    assert not caplog.text
+    row_sources.check_apart(f"{other},{train}", copy)
+    assert f"{copy}: held-out data, a copy of the training data {train}" in caplog.text
+
+
 def test_lists_of_sources_may_be_long_and_have_no_empty_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = [f"questions_part_{number:03}.jsonl" for number in range(20)]

@@ -28,7 +28,10 @@ def test_normalisation_drops_case_punctuation_articles_and_space(text, normalise
         ("the Red door.", ("blue door", "red  door"), 1.0),
         ("red", ("red door",), 0.0),
         ("", ("red",), 0.0),
-        ("The", ("a",), 1.0),  # both empty after normalisation
+        ("", ("A",), 0.0),  # of which normalisation leaves nothing
+        ("The", ("a",), 0.0),
+        ("a", ("A", "C"), 1.0),
+        ("the c", ("A", "C"), 1.0),
         ("red", (), 0.0),
     ],
 )
@@ -48,7 +51,9 @@ def test_exact_match_takes_any_reference(prediction, references, score):
         ("green", ("red door",), 0.0),
         ("", ("red",), 0.0),
         ("red", ("the",), 0.0),
-        ("a", ("the", "red"), 1.0),
+        ("a", ("the", "red"), 0.0),
+        ("?", ("?",), 1.0),
+        ("", ("?",), 0.0),
     ],
 )
 def test_f1_is_the_best_overlap(prediction, references, score):

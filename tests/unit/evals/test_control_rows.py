@@ -216,9 +216,11 @@ def test_an_answer_that_is_cut_away_is_not_exchanged(root, limits):
         Example(str(n), text, "Where?", (city,))
         for n, (text, city) in enumerate((text, text.partition("Ann is in ")[2][:4]) for both in texts for text in both)
     ]
-    encoded = batches.encode(asked, layout=recipe.layout, rows=("text",))
-    found = swaps.make(encoded, range(len(asked)), layout=recipe.layout, fields=("text",))
-    assert found.origins == [0, 2, 4] and found.replaced == ["Rome", "Oslo", "Bonn"]
+    for rows in (("text", "swapped_text"), ("swapped",), ("latents", "swapped")):  # records of each serve the others
+        fields = eval_rows.fields_of(rows)
+        encoded = batches.encode(asked, layout=recipe.layout, rows=fields)
+        found = swaps.make(encoded, range(len(asked)), layout=recipe.layout, fields=fields)
+        assert found.origins == [0, 2, 4] and found.replaced == ["Rome", "Oslo", "Bonn"]
 
 
 SEED = {"seed": 0}

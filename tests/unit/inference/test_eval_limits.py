@@ -253,3 +253,14 @@ def test_the_key_of_an_evaluation_is_of_all_texts_without_holding_them_together(
     for example in (one, *(dataclasses.replace(one, **{name: "x"}) for name in ("id", "context", "question"))):
         evaluation_log._key(recipe, "f 4", types.SimpleNamespace(examples=[example]))  # pyright: ignore
     assert len(set(hashed)) == 4 and "Ann is in Rome" not in hashed[0]
+
+
+def test_records_serve_whatever_batch_layers_and_curve_the_next_start_takes(untrained):
+    def key(**changes):
+        recipe = types.SimpleNamespace(
+            cfg=tiny.change(untrained.recipe.cfg, **changes), placement=untrained.recipe.placement
+        )
+        return evaluation_log._key(recipe, "f 4", types.SimpleNamespace(examples=[]))  # pyright: ignore
+
+    other = {"eval__batch": 3, "eval__layers": "unstacked", "eval__curve": "f1", "eval__rows": ("text",)}
+    assert key(**other) == key() != key(eval__max_new_tokens=3)

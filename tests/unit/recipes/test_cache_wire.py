@@ -582,6 +582,12 @@ sys.exit(len(case["presses"]) - 2)
 """
 
 
+def test_a_reader_that_is_packed_has_no_peer(run, tmp_path):
+    words = ["--workdir", str(run[0]), "--python", sys.executable, "--out", str(tmp_path / "rows.jsonl")]
+    with pytest.raises(UserError, match=r"--reader qwen: its weights are packed \(int8\)"):
+        peer_compaction.main([*words, "--reader", "qwen", "--config.llms.qwen.weights=int8"])
+
+
 @pytest.mark.slow
 def test_our_rows_stand_beside_those_of_a_child_with_presses(run, tmp_path, monkeypatch, capsys):
     child, file = tmp_path / "child.py", tmp_path / "rows.jsonl"
