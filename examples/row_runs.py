@@ -11,7 +11,7 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +69,18 @@ def main(bench: Bench, argv: Sequence[str]) -> int:
             why = f"not of this --config with these values, flags and data, as {note} has them"
             print(f"error: {folder}: {why}; name another --out, or remove the folder", file=sys.stderr)
             return 2
-    found, failed = [], []
+    found, failed, questions = [], [], dict[tuple[str, str], set[tuple[str, str]]]()
     for (seed, row), (folder, own, _) in wanted.items():
         if not (folder / "eval.json").exists() and not _run(asked.config, folder, own):
             failed.append(f"{row}, seed {seed}")
             continue
         result = json.loads((folder / "eval.json").read_text(encoding="utf-8"))
+        questions[seed, row] = _questions(folder)
         found += [line | {"seed": int(seed), "step": result["step"]} for line in bench.read(folder, row, result)]
     _write(asked.out / "table.csv", bench, found)
     print("\n".join(_markdown(bench, found)))
+    for line in _other_questions(questions):
+        print(line, file=sys.stderr)
     for row in failed:
         print(f"not run: {row}; its last words stand above", file=sys.stderr)
     return 1 if failed else 0
@@ -120,6 +123,24 @@ def _run(config: str, folder: Path, flags: list[str]) -> bool:
         if subprocess.run(command, check=False).returncode:
             return False
     return True
+
+
+def _questions(folder: Path) -> set[tuple[str, str]]:
+    with (folder / "predictions.jsonl").open(encoding="utf-8") as file:
+        return {(record["id"], record["question"]) for record in map(json.loads, file)}
+
+
+def _other_questions(questions: Mapping[tuple[str, str], set[tuple[str, str]]]) -> Iterator[str]:
+    """Yields a line of each row that was measured on other questions than the first one of its seed."""
+    first: dict[str, str] = {}
+    for (seed, row), own in questions.items():
+        base = first.setdefault(seed, row)
+        if own != questions[seed, base]:
+            same = len(own & questions[seed, base])
+            yield (
+                f"{row}, seed {seed}: measured on {len(own)} questions, of which {same} are those of {base}: what is "
+                "too long for a row is dropped; --config.data.overlong=cut keeps all"
+            )
 
 
 def _write(path: Path, bench: Bench, found: list[dict[str, Any]]) -> None:

@@ -163,6 +163,7 @@ def table(rows: Mapping[str, Mapping[str, Row]]) -> str:
 
 def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
     parts = []
+    timed = f"; the message has one of {figures['timed_ratio']} positions" if "timed_ratio" in figures else ""
     if "fewer_positions" in figures:
         parts.append(f"fewer_positions {figures['fewer_positions']:.2f}x")
     if "write_seconds" in figures:
@@ -172,7 +173,7 @@ def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
         parts.append(f"{figures['bytes_a_token']:.1f} bytes a token of the text")
     if "faster" in figures:
         parts.append(
-            f"first token in {1 / figures['faster']:.2f}x the time of a text of {figures['timed_tokens']} tokens"
+            f"first token in {1 / figures['faster']:.2f}x the time of a text of {figures['timed_tokens']} tokens{timed}"
         )
     shares = [
         f"{key}{row}" for row in ("", *(f"_{row}" for row in OF_CACHE)) for key in ("normalised_f1", "recovered_nll")

@@ -78,7 +78,15 @@ def _figures(columns: dict[str, Column], **others: Any) -> dict[str, Any]:
 Row = TypedDict("Row", _figures(ROW, texts=Count, follows=Known, follows_interval=Interval), total=False)  # pyright: ignore
 Comparison = TypedDict(  # pyright: ignore
     "Comparison",
-    _figures(MESSAGE | COMPARISON, examples=Count, texts=Count, upper=Word, faster=Known, timed_tokens=Count)
+    _figures(
+        MESSAGE | COMPARISON,
+        examples=Count,
+        texts=Count,
+        upper=Word,
+        faster=Known,
+        timed_tokens=Count,
+        timed_ratio=Count,
+    )
     | {f"{name}_reason": Word for name in COMPARISON},
     total=False,
 )
@@ -182,6 +190,7 @@ class Results(TypedDict):
     latents: Geometry
     curve: Curve | None
     counts: dict[Word, Count]
+    settings: NotRequired[dict[Literal["max_new_tokens", "taught_steps"], Count]]  # of the configuration's section eval
 
 
 _ENCODER = msgspec.json.Encoder(enc_hook=operator.methodcaller("item"))  # of numpy's scalars

@@ -55,6 +55,7 @@ class Evaluation:
     latents: dict[str, float | None]
     slots: list[list[float]]  # mean cosine between slots of one message
     curve: Curve | None  # quality by message size
+    settings: dict[str, int]  # of section eval, on which figures depend
 
 
 def evaluate(wire: TrainedWire | CodedWire, *, quiet: bool = False, folder: Path | None = None) -> Evaluation:
@@ -112,7 +113,12 @@ def _evaluate_latents(wire: TrainedWire, folder: Path | None) -> Evaluation:
         latents=figures,
         slots=slots,
         curve=curve,
+        settings=_settings(cfg.eval),
     )
+
+
+def _settings(options: Eval) -> dict[str, int]:
+    return {"max_new_tokens": options.max_new_tokens, "taught_steps": options.taught_steps}
 
 
 def _evaluate_coded(wire: CodedWire, folder: Path | None) -> Evaluation:
@@ -135,8 +141,10 @@ def _evaluate_coded(wire: CodedWire, folder: Path | None) -> Evaluation:
             say(f"{name}: not timed: {error}")
             continue
         _add_times(times, summary[name], figures)
-        figures.update(others)
-    return Evaluation(measured, summary, readers, joint=None, latents={}, slots=[], curve=None)
+        figures |= {**others, "timed_ratio": wire.ratio or cfg.encoder.ratio}
+    return Evaluation(
+        measured, summary, readers, joint=None, latents={}, slots=[], curve=None, settings=_settings(cfg.eval)
+    )
 
 
 def _summarise(measured: control_rows.Measured, seed: int) -> dict[str, dict[str, comparison.Row]]:
@@ -263,6 +271,7 @@ def write(found: Evaluation, workdir: Path, *, step: int, data: str) -> list[Pat
         "latents": found.latents,
         "curve": found.curve,
         "counts": found.measured.encoded.counts,
+        "settings": found.settings,
     }  # pyright: ignore  # figures by name
     names = [EVALUATION, "predictions.jsonl", "slots.json"]
     if found.curve:

@@ -53,7 +53,7 @@ def _front(run: Run, wire: WireFolder, name: str, licence: str) -> str:
     data = [_hub_data(source) for _, source in _named(run)]
     spoken = {licences.DATA[dataset].language for dataset in data if dataset in licences.DATA}
     spoken |= {"en" for _, source in _named(run) if source in MADE}  # the program's own texts are English
-    scores = _scores(run) if _is_of(run, wire) else []
+    scores = _scores(run) if _is_of(run, wire) and not tables.other_settings(run) else []
     metadata = ModelCardData(
         language=sorted(spoken) or None,
         license=licence or "other",
@@ -192,7 +192,8 @@ def _results(run: Run, wire: WireFolder) -> str:
     lines.append(_paragraph(f"The reader sees, beside the question: {'; '.join(meanings)}."))
     lines.append(
         _paragraph(
-            f"Measured at step {run.evaluation['step']} on {measured}{exact}. Times are of the machine that measured."
+            f"Measured at step {run.evaluation['step']} on {measured}{exact}. {tables.other_settings(run)} "
+            "Times are of the machine that measured."
         )
     )
     return "\n".join(lines)

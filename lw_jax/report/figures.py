@@ -159,8 +159,9 @@ def draw_rows(readers: Mapping[str, Mapping[str, Any]], curve: Curve | None) -> 
                     label=row,
                 )
             x, y = _by_slots(curve, reader, quality)
-            if len(x) > 1:
-                panel.plot(x, y, "o-", color="gray", markersize=4, linewidth=1, zorder=2, label="messages by slots")
+            if curve and len(x) > 1:
+                label = f"messages by slots, of {curve.examples} examples"
+                panel.plot(x, y, "o-", color="gray", markersize=4, linewidth=1, zorder=2, label=label)
             panel.set_ylabel(f"{reader}\n{QUALITIES[quality]}")
             panel.margins(0.08)
             panel.grid(alpha=0.3)

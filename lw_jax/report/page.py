@@ -113,6 +113,7 @@ def _evaluation(run: Run) -> dict[str, Any]:
         else "",
         "rows": tables.meanings(evaluation.get("rows", {})),
         "counts": tables.counts(evaluation["counts"]) if evaluation.get("counts") else "",
+        "other_settings": tables.other_settings(run),
         "geometry": tables.geometry(evaluation["latents"]) if evaluation else None,
         "slots": _picture(figures.draw_slots(run.slots), "cosine between slots") if run.slots else "",
         "examples": examples,

@@ -85,7 +85,8 @@ def _headline(rows: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any])
         )
     if figures.get("faster"):
         speed = _times(figures["faster"], "sooner", "later")
-        yield f"first answer token {speed} than from {figures['timed_tokens']} tokens"
+        message = f", from a message of one of {ratio} positions" if (ratio := figures.get("timed_ratio")) else ""
+        yield f"first answer token {speed} than from {figures['timed_tokens']} tokens{message}"
     scores = [f"{name} {number(rows[name]['f1'], 100)} %" for name in (upper, *HEADLINE) if "f1" in rows.get(name, {})]
     if scores:
         yield f"F1 of {', '.join(scores)}"
@@ -166,6 +167,14 @@ def _cells(figures: Mapping[str, Any], name: str, column: Column) -> list[str]:
 def counts(numbers: Mapping[str, int]) -> str:
     reasons = [f"{count} {REASONS[name]}" for name, count in numbers.items() if count and name in REASONS]
     return "; ".join([f"{numbers.get('kept', 0)} of {numbers.get('given', 0)} can be used", *reasons])
+
+
+def other_settings(run: Run) -> str:
+    """Returns a sentence on settings of the evaluation that are not those of the run; empty where there are none."""
+    measured = run.evaluation.get("settings", {})
+    own = {name: getattr(run.cfg.eval, name) for name in measured}
+    others = [f"eval.{name}={measured[name]} (of the run: {own[name]})" for name in own if measured[name] != own[name]]
+    return f"Measured with {', '.join(others)}." if others else ""
 
 
 def agreement(figures: Mapping[str, Any]) -> str:

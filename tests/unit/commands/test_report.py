@@ -124,6 +124,11 @@ def test_control_table_shows_what_was_measured(page: Reader) -> None:
     assert "Validation examples: 23 of 29 can be used; 4 dropped" in page.text("p")
 
 
+def test_settings_that_are_not_the_runs_stand_on_the_page(folder: Path) -> None:
+    write_evaluation(folder, evaluation() | {"settings": {"max_new_tokens": 2, "taught_steps": 96}})
+    assert "Measured with eval.max_new_tokens=2 (of the run: 16)." in page_of(folder).text("p")
+
+
 def test_verdict_says_positions_speed_and_the_f1_of_message_and_controls(folder: Path) -> None:
     told = evaluation()
     told["readers"]["llama"] |= {"faster": 2.5, "timed_tokens": 211}
@@ -133,10 +138,11 @@ def test_verdict_says_positions_speed_and_the_f1_of_message_and_controls(folder:
     for figure in ("6.0", "12.5", "2.50 times sooner", "211", "60.0 %"):
         assert figure in tables.verdicts(found)[-1].text, figure
     assert "41.7" in {row[0]: row[2] for row in tables.control(found.evaluation["rows"]["llama"]).rows}["latents"]
-    told["readers"]["llama"] |= {"faster": 0.5, "fewer_positions": 0.8}
+    assert "one of" not in tables.verdicts(found)[-1].text, "that is of kind cache"
+    told["readers"]["llama"] |= {"faster": 0.5, "fewer_positions": 0.8, "timed_ratio": 4}
     write_evaluation(folder, told)
     slower = tables.verdicts(records.read(folder))[-1].text
-    assert "1.25 times more" in slower and "2.00 times later" in slower
+    assert "1.25 times more" in slower and "2.00 times later" in slower and "a message of one of 4 positions" in slower
 
 
 def test_shares_of_a_caches_rows_stand_in_the_verdict_and_the_comparison(folder: Path) -> None:

@@ -312,6 +312,8 @@ def test_share_is_unknown_with_its_reason_where_text_is_no_better_than_none():
     assert found["normalised_f1"] is None and found["normalised_f1_interval"] is None
     assert found["normalised_f1_reason"] and found["recovered_nll"] is not None
     assert found["normalised_f1_reason"] in comparison.format_comparison("r", found)
+    timed = comparison.format_comparison("r", {"faster": 2.0, "timed_tokens": 9, "timed_ratio": 4})
+    assert "a text of 9 tokens; the message has one of 4 positions" in timed
     nothing_kept = [one | {"positions": 0.0} if one["row"] == "latents" else one for one in make_rows()]
     assert "fewer_positions" not in comparison.compare(nothing_kept, **SEED)["r"]
 

@@ -29,6 +29,8 @@ def test_table_holds_the_figures_of_every_row_and_reader_of_one_budget(tmp_path,
         found = {"step": 7, "rows": {"a": rows, "b": rows}, "readers": {"a": between, "b": between}}
         folder.mkdir()
         (folder / "eval.json").write_text(json.dumps(found))
+        asked = ({"id": str(number), "question": "?"} for number in range(len(ran), 3))
+        (folder / "predictions.jsonl").write_text("\n".join(map(json.dumps, asked)))
         ran.append(folder.name)
         return True
 
@@ -58,6 +60,11 @@ def test_table_holds_the_figures_of_every_row_and_reader_of_one_budget(tmp_path,
     capsys.readouterr()
     assert len(ran) == 2 and (tmp_path / "table.csv").read_bytes() == table
     assert ablate.main(asked) == 0
-    lines = capsys.readouterr().out.splitlines()
+    told = capsys.readouterr()
+    assert told.err == (
+        "KL, seed 0: measured on 2 questions, of which 2 are those of base: what is too long for a row is dropped; "
+        "--config.data.overlong=cut keeps all\n"
+    )
+    lines = told.out.splitlines()
     assert len(lines) == 2 + 4 and lines[4] == "| KL | 0 | a | 1.500 | 1.500 | - | 0.250 | 0.125 |"
     assert (tmp_path / "table.csv").read_text().splitlines()[1] == "base,0,a,7,0.5,1.5,,0.25,0.125"

@@ -27,7 +27,17 @@ def describe(source, local=False):
 
 
 def render(
-    folder, *, sources=SOURCES, local=(), step=STEP, published=(), measured="", positions=12.5, since=0, **changes
+    folder,
+    *,
+    sources=SOURCES,
+    local=(),
+    step=STEP,
+    published=(),
+    measured="",
+    positions=12.5,
+    since=0,
+    settings=None,
+    **changes,
 ):
     """The card of a run that reads these sources."""
     changes = {"data__train": f"hub:{SQUAD}@main", "data__validation": f"hub:{SQUAD}@main"} | changes
@@ -36,6 +46,7 @@ def render(
     (at / "hardware.json").write_text(json.dumps(hardware), "utf-8")
     found = runs.evaluation() | {"validation": measured or changes["data__validation"]}
     found["rows"]["llama"]["latents"] |= {"positions": positions}
+    found |= {"settings": settings} if settings else {}
     (at / "eval.json").write_text(json.dumps(found), "utf-8")
     run = records.read(at)
     wire = wire_folder.WireFolder(
@@ -134,6 +145,14 @@ def test_results_of_another_checkpoint_are_said_to_be_and_stay_out_of_the_metada
     other, own = render(tmp_path, step=7), render(tmp_path)
     assert warning in other.text and other.data.eval_results is None
     assert warning not in own.text and own.data.eval_results
+
+
+def test_results_of_other_settings_are_said_to_be_and_stay_out_of_the_metadata(tmp_path):
+    other = render(tmp_path, settings={"max_new_tokens": 2, "taught_steps": 96})
+    assert "Measured with eval.max_new_tokens=2 (of the run: 16)." in other.text.replace("\n", " ")
+    assert other.data.eval_results is None
+    own = render(tmp_path, settings={"max_new_tokens": 16, "taught_steps": 96})
+    assert "Measured with" not in own.text and own.data.eval_results
 
 
 def test_results_are_of_the_data_on_which_they_were_measured(tmp_path):
