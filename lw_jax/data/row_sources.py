@@ -151,7 +151,8 @@ def files(source: str, split: str, *, beside: Collection[str] = ()) -> list[Path
         rule = f"name a file, a folder of them or of datasets.save_to_disk, or {_HUB_FORM}"
         raise UserError(f"{path}: no such file or folder (seen from {Path.cwd()}); {rule}")
     remedy = "name one of its files or folders" if beside else _COMMAS  # a text is one source
-    here, known = _walk(path), (*SUFFIXES, *beside)
+    known = (*SUFFIXES, *beside)
+    here = walk(path, known)
     matches = [file for file in here if suffix_of(file) in known]
     tables = [file for file in matches if suffix_of(file) in SUFFIXES]
     if tables and not beside and (rows_beside := [file for file in here if suffix_of(file) == ".jsonl"]):
@@ -205,6 +206,38 @@ def _check_shards(folder: Path, files: list[Path]) -> list[Path]:
     return files
 
 
+def walk(folder: Path, known: Collection[str]) -> list[Path]:
+    """Returns the files below a folder in the order of their names, those behind links too; none hidden.
+
+    A folder that links lead to again is not read again, and this is reported. A link to nothing is returned where its
+    suffix is not one of those `known`, so that it can be told. Raises UserError for one that may be data, and for a
+    folder that cannot be read.
+    """
+    found: list[Path] = []
+    read: set[str] = set()
+    tops = [folder]
+    for top in tops:  # it grows: what is behind links comes after all else, so that it is never read in its place
+        for name, folders, names in os.walk(top, onerror=_refuse_folder):
+            place, real = Path(name), os.path.realpath(name)
+            if real in read:
+                warn_once(f"{place}: a link to a folder that is read already, {real}; it is not read again")
+                folders.clear()
+                continue
+            read.add(real)
+            folders[:] = sorted(one for one in folders if one[0] != ".")
+            tops += [place / one for one in folders if os.path.islink(place / one)]
+            found += [place / one for one in names if one[0] != "."]
+    for file in found:
+        if os.path.isfile(file):
+            continue
+        if os.path.islink(file) and suffix_of(file) in ("", *known):  # without a suffix, perhaps to a folder
+            raise UserError(f"{file}: a link to {os.readlink(file)}, which cannot be read; correct or remove it")
+        if suffix_of(file) in known:
+            raise UserError(f"{file}: no file that can be read; correct or remove it")
+    files = (file for file in found if os.path.isfile(file) or os.path.islink(file))
+    return sorted(files, key=lambda file: file.relative_to(folder).as_posix())
+
+
 def suffix_of(file: Path) -> str:
     """Returns the suffix of a file's format, without .gz."""
     return Path(file.name.removesuffix(".gz")).suffix
@@ -253,11 +286,8 @@ def _parts(batch: Any) -> Iterator[Any]:
     return (batch.slice(start, BATCH) for start in range(0, batch.num_rows, BATCH))
 
 
-def _walk(folder: Path) -> list[Path]:
-    """Returns the files below a folder in the order of their names; none hidden."""
-    paths = {file.relative_to(folder): file for file in folder.rglob("*")}
-    seen = (name for name, file in paths.items() if file.is_file() and not any(part[0] == "." for part in name.parts))
-    return [paths[name] for name in sorted(seen, key=Path.as_posix)]
+def _refuse_folder(error: OSError) -> None:
+    raise UserError(f"{error.filename}: a folder that cannot be read ({error.strerror}); permit it, or move it away")
 
 
 def _split_of(file: Path) -> str:
@@ -393,7 +423,7 @@ def _rows_of(source: str, split: str, beside: Collection[str]) -> set[str]:
 def _splits(folder: Path) -> bool:
     if is_saved(folder):
         return (folder / "dataset_dict.json").is_file()
-    return any(_split_of(file.relative_to(folder)) for file in _walk(folder) if suffix_of(file) in SUFFIXES)
+    return any(_split_of(file.relative_to(folder)) for file in walk(folder, SUFFIXES) if suffix_of(file) in SUFFIXES)
 
 
 def _no_split(path: Path, split: str, known: Iterable[str]) -> UserError:

@@ -1,8 +1,10 @@
 """lw_jax/data/row_sources.py, row_fields.py: the same rows from every form of table, or a refusal by place."""
 
+import errno
 import gzip
 import json
 import logging
+import os
 import re
 import sys
 
@@ -227,6 +229,59 @@ def test_parts_of_a_table_that_are_not_there_are_reported(tmp_path, caplog):
     assert "2 of the 4 files train-*-of-00004 are there" in caplog.text
     caplog.clear()
     assert len(row_sources.files(str(tmp_path), "test")) == 1 and not caplog.text
+
+
+# --- links
+
+
+def test_folders_behind_links_are_read_once_each_and_a_loop_ends(tmp_path, caplog):
+    data, other = tmp_path / "data", tmp_path / "other"
+    touch(data, "b.parquet", "c/d.parquet", ".hidden/e.parquet")
+    touch(other, "1.parquet", "deep/2.parquet")
+    (data / "a").symlink_to(other)
+    (data / ".also").symlink_to(other)
+    assert row_sources.files(str(data), "train") == [
+        data / name for name in ("a/1.parquet", "a/deep/2.parquet", "b.parquet", "c/d.parquet")
+    ]
+    assert not caplog.text
+    for link, behind in ((data / "c" / "up", data), (data / "again", data / "c")):
+        link.symlink_to(behind)
+        assert len(row_sources.files(str(data), "train")) == 4
+        assert f"{link}: a link to a folder that is read already" in caplog.text
+    (other / "deep" / "back").symlink_to(data)
+    assert len(row_sources.files(str(data), "train")) == len(row_sources.files(str(other), "train")) == 4
+
+
+@pytest.mark.parametrize("name", ["b.parquet", "c/b.jsonl.gz", "wiki", "itself.arrow"])
+def test_link_to_what_is_gone_is_refused_where_it_may_be_data(tmp_path, name):
+    touch(tmp_path, "a.parquet", "c/d.txt")
+    (tmp_path / name).symlink_to(tmp_path / name if name == "itself.arrow" else "gone")
+    with pytest.raises(UserError, match=f"{name}: a link to .*, which cannot be read"):
+        row_sources.files(str(tmp_path), "train", beside=(".txt", ".jsonl"))
+
+
+def test_link_to_what_is_gone_is_named_where_it_would_not_be_read(tmp_path, caplog):
+    touch(tmp_path, "a.parquet")
+    (tmp_path / "b.png").symlink_to("gone")
+    assert row_sources.files(str(tmp_path), "train") == [tmp_path / "a.parquet"]
+    assert f"{tmp_path}: not read: b.png;" in caplog.text
+
+
+def test_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+    touch(tmp_path, "a.parquet", "closed/b.parquet")
+    scan = os.scandir
+
+    def closed(path):
+        if os.fspath(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(UserError, match=r"closed: a folder that cannot be read \(Permission denied\); "):
+        row_sources.files(str(tmp_path), "train")
+
+
+# --- sources
 
 
 def test_split_of_a_saved_data_set_is_named_or_refused(tmp_path):
