@@ -23,6 +23,7 @@ PIECE = 1 << 18  # characters of a long text read at once: several of them keep 
 LARGE = 64 << 20  # bytes of a file whose hash is kept for the next start
 TEXT = ".txt"
 PLAIN = (TEXT, ".jsonl")
+_SAVED = (".arrow", ".json")  # of datasets.save_to_disk
 _NO_DOCUMENTS = ("test", "tests", "site-packages", "dist-packages", "idlelib", "idle_test", "__pycache__")
 _ROW = 'a document is a row {"text": "..."}; correct the row'
 
@@ -72,7 +73,7 @@ def identify(source: str, split: str = "train", columns: Sequence[str] = ()) -> 
     if source.startswith(row_sources.HUB):
         return [source, str(row_sources.ask_hub("load_dataset_builder", source).hash), *selection]
     if row_sources.is_saved(path):
-        files = sorted(file for file in path.rglob("*") if file.suffix in (".arrow", ".json"))
+        files = sorted(file for file in row_sources.walk(path, _SAVED) if file.suffix in _SAVED)
     else:
         files = _files(source, split)
     # A note a file pays for large ones; a folder may have very many small ones.

@@ -120,6 +120,24 @@ def test_identity_follows_names_and_content_but_not_the_folder(tmp_path):
     assert identify(str(tmp_path / "one")) == first == json.loads(json.dumps(first))
 
 
+def test_identity_of_a_saved_data_set_follows_what_its_links_lead_to(tmp_path):
+    saved, other = tmp_path / "saved", tmp_path / "other"
+    for folder in (saved, other):
+        folder.mkdir()
+    (saved / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    (saved / "train").symlink_to(other)
+    (other / "state.json").write_text("{}")
+    (other / "data-00000-of-00001.arrow").write_bytes(b"old")
+    first = identify(str(saved))
+    assert [name for name, _ in first] == ["dataset_dict.json", "train/data-00000-of-00001.arrow", "train/state.json"]
+    (other / "data-00000-of-00001.arrow").write_bytes(b"new")
+    assert identify(str(saved)) != first
+    (saved / "train").unlink()
+    (saved / "train").symlink_to("gone")
+    with pytest.raises(UserError, match="train: a link to gone"):
+        identify(str(saved))
+
+
 # --- docstrings
 
 
