@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal, TypeGuard
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ from lw_jax.data.documents import Piece
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, marked
 
 FORMAT = 3  # of the ids' file, and of how documents are cut and joined
+INSIDE = 1  # of how tokenizers that add a blank to a text read a document's later pieces
 BATCH = 1 << 22  # characters tokenised at once
 NARROW = 1 << 16  # vocabularies up to it are kept as uint16
 META, IDS, LOCK = "meta.json", "ids.bin", "lock"
@@ -182,6 +183,7 @@ def pack(
         _log.warning("%s. Taken as it was packed in %s", error, folder)
         return _load(folder)
     key = [FORMAT, identity, tokenizer.fingerprint, tokenizer.eos, tokenizer.begin]
+    key += [INSIDE] if _adds_blank(tokenizer) else []
     folder = root / "corpus" / content_hash(key, size=8)
     if not (folder / META).is_file():
         try:
@@ -239,13 +241,33 @@ def _batches(pieces: Iterable[Piece], counts: dict[str, int]) -> Iterator[list[P
 def _encode(pieces: list[Piece], tokenizer: TextTokenizer, *, inside: bool) -> np.ndarray:
     """Returns the ids of all pieces, each document between BOS and EOS; the first piece may be `inside` a document."""
     parts: list[np.ndarray] = []
-    for piece, ids in zip(pieces, tokenizer.encode_batch([piece.text for piece in pieces]), strict=True):
+    behind = [inside, *(not piece.ends for piece in pieces[:-1])]
+    rows = _encode_texts([piece.text for piece in pieces], behind, tokenizer)
+    for piece, later, ids in zip(pieces, behind, rows, strict=True):
         if piece.ends and tokenizer.eos in ids[-4:-1]:  # a line break may follow the document's own EOS
-            (bare,) = tokenizer.encode_batch([piece.text.rstrip()])
+            (bare,) = _encode_texts([piece.text.rstrip()], [later], tokenizer)
             ids = bare if bare[-1] == tokenizer.eos else ids
-        parts.append(marked(ids, () if inside else tokenizer.begin, (tokenizer.eos,) if piece.ends else ()))
-        inside = not piece.ends
+        parts.append(marked(ids, () if later else tokenizer.begin, (tokenizer.eos,) if piece.ends else ()))
     return np.concatenate(parts).astype(np.uint32)
+
+
+def _encode_texts(texts: list[str], behind: list[bool], tokenizer: TextTokenizer) -> list[np.ndarray]:
+    """Returns each text's ids; one `behind` another of its document has no blank before it that is not there."""
+    if not any(behind) or not _adds_blank(tokenizer):
+        return tokenizer.encode_batch(texts)
+    # SentencePiece puts a blank before a text, and none behind a break; two breaks may be one token.
+    marks = [("a" if text.startswith("\n") else "\n") * later for text, later in zip(texts, behind, strict=True)]
+    encoded = tokenizer.encode_spans([mark + text for mark, text in zip(marks, texts, strict=True)])
+    rows = []
+    for text, mark, (ids, places) in zip(texts, marks, encoded, strict=True):
+        first = next((i for i, end in enumerate(places[:, 1]) if end > len(mark)), len(ids)) if mark else 0
+        joint = mark and first < len(ids) and places[first, 0] < len(mark)  # a token of mark and text
+        rows.append(tokenizer.encode_batch([text])[0] if joint else ids[first:])
+    return rows
+
+
+def _adds_blank(tokenizer: TextTokenizer) -> TypeGuard[Tokenizer]:
+    return isinstance(tokenizer, Tokenizer) and tokenizer.adds_blank
 
 
 def _flush(out: IO[Any]) -> None:

@@ -8,8 +8,11 @@ import time
 
 import numpy as np
 import pytest
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import content_hash
 from lw_jax.data import corpus, documents
 from lw_jax.data.corpus import Span, WarmupSchedule, Windows, pack
 from lw_jax.data.row_sources import Unreachable
@@ -90,6 +93,48 @@ def test_text_in_pieces_is_one_document(tmp_path, monkeypatch):
     packed = pack(str(tmp_path), ByteTokenizer(), root=tmp_path)
     np.testing.assert_array_equal(everything(packed), expected([text, "another"]))
     assert packed.documents == 2 and packed.blank == 0
+
+
+@pytest.fixture(params=["prepend", "metaspace", "breaks in one"])
+def blanks(request, tmp_path, sentencepiece):
+    """A tokenizer that puts a blank before a text; the last of them has two line breaks as one token."""
+    backend = sentencepiece.backend.backend_tokenizer
+    if request.param == "metaspace":
+        backend.normalizer = None
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    elif request.param == "breaks in one":
+        vocab = sentencepiece.backend.get_vocab()
+        backend.model = models.BPE(vocab | {"\n\n": len(vocab)}, [("\u2581", "a"), ("\n", "\n")])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>").save_pretrained(tmp_path / "blanks")
+    tokenizer = load_tokenizer(tmp_path / "blanks")
+    assert tokenizer.adds_blank
+    return tokenizer
+
+
+@pytest.mark.parametrize("size", [7, 11, 64])
+def test_a_tokenizer_that_puts_a_blank_before_a_text_puts_none_before_its_pieces(tmp_path, monkeypatch, blanks, size):
+    monkeypatch.setattr(corpus, "BATCH", 3 * size)  # a batch may begin inside a document
+    (tmp_path / "texts").mkdir()
+    texts = ["a line\na bc\n\n\nword  of a\n a" + "abc" * 9 + "\n", "another\n\n<e>\n"]
+    for number, text in enumerate(texts):
+        (tmp_path / "texts" / f"{number}.txt").write_text(text)
+    source = str(tmp_path / "texts")
+    whole = everything(pack(source, blanks, root=tmp_path / "whole"))
+    monkeypatch.setattr(documents, "PIECE", size)
+    ids = everything(pack(source, blanks, root=tmp_path))
+    parts = np.split(ids, np.flatnonzero(ids == blanks.eos) + 1)
+    assert [blanks.decode(part) for part in parts] == [texts[0], "another\n\n", ""]
+    if size == 64:
+        np.testing.assert_array_equal(ids, whole)
+
+
+def test_only_corpora_of_tokenizers_that_put_a_blank_before_a_text_are_packed_anew(tmp_path, source, blanks):
+    plain = pack(source, ByteTokenizer(), root=tmp_path)
+    key = [3, documents.identify(source), ByteTokenizer().fingerprint, EOS, ()]
+    assert plain.folder.name == content_hash(key, size=8)
+    key = [3, documents.identify(source), blanks.fingerprint, blanks.eos, blanks.begin]
+    assert pack(source, blanks, root=tmp_path).folder.name != content_hash(key, size=8)
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
