@@ -184,13 +184,14 @@ class LatentWire(WireReaders):
 
     @property
     def start_texts(self) -> list[str]:
-        """Returns the training texts from which an aligned start is computed, each once: some of them are held out.
+        """Returns the training texts from which a start is computed, each once, some held out; of another seed others.
 
         They are shuffled, as a start reads the first ones, until it has tokens enough: sources follow each other.
         """
         texts = list(dict.fromkeys(example.context for example in self.curriculum.examples("train")))
-        order = np.random.default_rng(0).permutation(examples.spread(len(texts), kv_start.TEXTS))
-        return [texts[index] for index in order]
+        seed = self.cfg.seed
+        order = np.random.default_rng(seed).permutation(examples.spread(len(texts), kv_start.TEXTS))
+        return [texts[(index + seed) % len(texts)] for index in order]
 
     def _align_adapters(self, trainable: Tree, readers: Tree) -> Tree:
         """Returns the tree with adapters whose linear path is the regression from tokens' latents to their readers'."""

@@ -8,10 +8,11 @@ import pytest
 
 from lw_jax.core import tree
 from lw_jax.core.errors import UserError
-from lw_jax.core.types import EXACT
+from lw_jax.core.types import EXACT, Example
+from lw_jax.data.examples import spread
 from lw_jax.data.tokens import byte_backend, wrap
 from lw_jax.models import codec
-from lw_jax.recipes import latentwire
+from lw_jax.recipes import kv_start, latentwire
 from lw_jax.training import optimizers, trainer, validation_loop
 from sharding.rules import path_of
 from tests import tiny
@@ -175,3 +176,18 @@ def test_an_aligned_start_finds_a_token_s_string_with_its_blank_whatever_sentenc
     assert found[ord("a")].tolist() == [letter, -1, -1, -1]
     found = np.asarray(latentwire._match_pieces(sentencepiece, sentencepiece, sentencepiece.vocab))
     assert found[[word, letter], 0].tolist() == [word, letter], "its own tokens are themselves"
+
+
+@pytest.mark.parametrize("count", [600, 40])
+def test_another_seed_takes_other_texts_for_a_start_and_seed_0_those_of_before(root, monkeypatch, count):
+    found = [Example("", f"text {number}", "?", ("on",)) for number in range(count)]
+    taken = []
+    for seed in (0, 1, 0):
+        recipe = tiny.make_recipe(root, seed=seed)
+        monkeypatch.setattr(recipe.curriculum, "examples", lambda split: found)
+        taken.append(recipe.start_texts)
+    before = np.random.default_rng(0).permutation(spread(count, kv_start.TEXTS))
+    assert taken[0] == taken[2] == [f"text {number}" for number in before]
+    assert len(set(taken[1])) == len(taken[0]) == min(count, kv_start.TEXTS)
+    assert taken[1][:8] != taken[0][:8], "a start may read the first ones alone"
+    assert (set(taken[1]) != set(taken[0])) == (count > kv_start.TEXTS)
