@@ -160,14 +160,20 @@ def submit(file: Path) -> str:
 def join(jobs: Sequence[Job], kind: str, *, name: str, logs: Path) -> Job:
     """Returns the request to SLURM: the maximum over the tasks, and for a sequence the sum of their times.
 
-    Raises UserError for tasks on different numbers of nodes or GPUs.
+    Raises UserError for tasks on different numbers of nodes or GPUs, and for runs with and without steps.
     """
     sizes = {(job.nodes, job.gpus) for job in jobs}
     if len(sizes) > 1:
         raise UserError(f"--config {name}.list: the plans need different machines, {sorted(sizes)}; name one --target")
+    starts = [job.name for job in jobs if not job.step_seconds]
+    if 0 < len(starts) < len(jobs):
+        raise UserError(
+            f"--config {name}.list: train.steps is 0 in {', '.join(starts)}: runs without steps save nothing on the "
+            "way and get no signal, the others do: write two lists"
+        )
     # Every task of a sequence starts anew; `limit` adds the first one's start.
-    starts = cluster_profile.STARTUP_HOURS / cluster_profile.TIME_MARGIN * (len(jobs) - 1)
-    hours = max(job.hours for job in jobs) if kind == "array" else sum(job.hours for job in jobs) + starts
+    startup = cluster_profile.STARTUP_HOURS / cluster_profile.TIME_MARGIN * (len(jobs) - 1)
+    hours = max(job.hours for job in jobs) if kind == "array" else sum(job.hours for job in jobs) + startup
     return dataclasses.replace(
         jobs[0],
         name=clean_name(name),

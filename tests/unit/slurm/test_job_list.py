@@ -131,6 +131,16 @@ def test_tasks_on_different_machines_are_no_one_job(tmp_path):
         job_script.join(found, "array", name="all", logs=tmp_path)
 
 
+@pytest.mark.parametrize("kind", ("array", "sequence"))
+def test_runs_with_and_without_steps_are_no_one_job(tmp_path, kind):
+    """The signal of the ones would end the others, of which nothing is saved, at each requeue."""
+    found = make_jobs(tmp_path)
+    starts = [dataclasses.replace(job, step_seconds=0.0, checkpoint_seconds=0.0) for job in found]
+    with pytest.raises(UserError, match=r"all\.list: train\.steps is 0 in middle: .*: write two lists"):
+        job_script.join([found[0], starts[1], found[2]], kind, name="all", logs=tmp_path)
+    assert job_script.join(starts, kind, name="all", logs=tmp_path).step_seconds == 0
+
+
 @pytest.mark.parametrize(("name", "count"), [("all", 6), ("small", 2), ("medium", 3)])
 def test_lists_of_the_project_name_configurations_that_exist(name, count):
     found = config_file.read_list(f"configs/dpo/{name}.list", root=PROJECT)
