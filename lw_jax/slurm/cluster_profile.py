@@ -24,6 +24,8 @@ TIME_MARGIN = 1.3
 STARTUP_HOURS = 0.25  # reading weights and compiling, in every start
 QUARTER = 15  # minutes
 SAVING_SECONDS = 120  # to write a checkpoint, beside the steps that are under way
+UNCOUNTED = "without validations"  # in a basis, where their number of examples or their time is not known
+ALL_HELD_OUT = f"{UNCOUNTED}: data.validation_limit and eval.examples are 0"
 PORTABLE = "only portable options are used; docs/slurm.md shows how to set partition and account."
 
 # What could leave its line of the script is refused.
@@ -138,9 +140,13 @@ def inspect(plan: Plan, train: Train) -> list[Finding]:
     site, profile = find_site("")
     if plan.hours is None:
         return []
-    hours, (step, between) = plan.hours + (plan.validation_hours or 0.0), pace(plan.hours, train)
+    hours, (step, between), basis = plan.hours, pace(plan.hours, train), "predicted"
+    if plan.validation_hours is not None:
+        hours, basis = hours + plan.validation_hours, f"{basis}, validations included"
+    elif train.steps:
+        basis += f", {ALL_HELD_OUT}"
     try:
-        time_limit = limit(Duration(hours=hours, step_seconds=step, checkpoint_seconds=between), site)
+        time_limit = limit(Duration(hours=hours, step_seconds=step, checkpoint_seconds=between, basis=basis), site)
     except UserError as error:
         return [Finding("error", f"{profile}: {error}")]
     return [Finding("warning", f"{profile}: {time_limit.description}")] if time_limit.requeues else []

@@ -12,7 +12,7 @@ from lw_jax.core.errors import UserError, one_line
 from lw_jax.core.runtime import REQUEUE
 from lw_jax.hub import sources
 from lw_jax.slurm import cluster_profile
-from lw_jax.slurm.cluster_profile import PORTABLE, Site, clock, limit
+from lw_jax.slurm.cluster_profile import PORTABLE, UNCOUNTED, Site, clock, limit
 from lw_jax.slurm.job import Job, clean_name
 
 # Chosen, not measured.
@@ -174,6 +174,8 @@ def join(jobs: Sequence[Job], kind: str, *, name: str, logs: Path) -> Job:
     # Every task of a sequence starts anew; `limit` adds the first one's start.
     startup = cluster_profile.STARTUP_HOURS / cluster_profile.TIME_MARGIN * (len(jobs) - 1)
     hours = max(job.hours for job in jobs) if kind == "array" else sum(job.hours for job in jobs) + startup
+    # Words; each task's own line has the details.
+    basis, uncounted = jobs[0].basis.replace(",", " ").split()[0], [job.name for job in jobs if UNCOUNTED in job.basis]
     return dataclasses.replace(
         jobs[0],
         name=clean_name(name),
@@ -184,7 +186,7 @@ def join(jobs: Sequence[Job], kind: str, *, name: str, logs: Path) -> Job:
         checkpoint_seconds=max(job.checkpoint_seconds for job in jobs),
         memory_fraction=max(job.memory_fraction for job in jobs),
         origin=f"{len(jobs)} configurations of {name}.list as {kind}",
-        basis=jobs[0].basis.replace(",", " ").split()[0],  # a word; the task's own line has the details
+        basis=f"{basis}, {UNCOUNTED} ({', '.join(uncounted)})" if uncounted else basis,
     )
 
 

@@ -126,7 +126,9 @@ PLAN = StepPlan(target="h100x4", devices=4, per_host=4, compiled=True, hours=160
         ("2", {}, {}, "warning", "max_hours 2: it requeues itself 2 times or so, with a checkpoint every 35.0 min"),
         ("2", {"checkpoint_every": 1000}, {}, "error", "checkpoint_every to 874 at most"),
         ("2", {"checkpoint_every": 1000, "eval_every": 20}, {}, "warning", "with a checkpoint every 2.3 min"),
-        ("5", {}, {"validation_hours": 0.8}, "warning", "requeues itself"),
+        ("5", {}, {"validation_hours": 0.8}, "warning", "predicted, validations included, x 1.3"),
+        ("2", {}, {}, "warning", "predicted, without validations: data.validation_limit and eval.examples are 0, x"),
+        ("2", {"steps": 0}, {}, "error", "h predicted, x 1.3"),
     ],
 )
 def test_plan_tells_what_the_longest_job_means_for_the_run(

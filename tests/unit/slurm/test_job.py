@@ -16,6 +16,8 @@ from lw_jax.planning import placement_search, plans
 from lw_jax.planning.plans import StepCandidate, StepPlan
 from lw_jax.slurm.cluster_profile import Site, limit
 from lw_jax.slurm.job import Job, Request, make_job
+from lw_jax.slurm.past_runs import Record
+from lw_jax.training.hardware_record import HardwareRecord
 from sharding import placement as placements
 from tests.unit.slurm.test_cluster_profile import SITE
 
@@ -37,6 +39,7 @@ CHOSEN = StepCandidate(
     **{"strategy": "tensor", "mesh": "2x2", "data": 2, "model": 2, "devices_used": 4, "peak_bytes": 2**30},
     **{"remat": "none", "micro_batch": 8, "accumulation": 3, "step_seconds": 7.0, "samples_per_second": 12.5},
 )
+HARDWARE = HardwareRecord(kind="H100", card="h100", devices=4, hosts=1, strategy="tensor", remat="none", data=2)
 PLAN = StepPlan(
     target="h100x4", devices=4, per_host=4, compiled=True, hours=3.2, host_memory_bytes=20 * 2**30, chosen=CHOSEN
 )
@@ -113,6 +116,7 @@ def test_job_runs_what_was_planned_whatever_the_command_line_says_of_the_same_ke
             *("--config.mesh.model=2", "--config.compute.remat=none", "--workdir", "/runs/mine"),
         ),
         origin="plan h100x4 (compiled): tensor 2x2, micro-batch 8 x 3 accumulated, remat none",
+        basis="predicted, without validations: data.validation_limit and eval.examples are 0",
     )
 
 
@@ -173,10 +177,21 @@ def test_validations_are_in_the_hours_and_not_in_the_pace_of_steps() -> None:
     assert job.hours == pytest.approx(4.0) and job.basis == "predicted, validations included"
     assert job.step_seconds == make().step_seconds
     assert make(planned(validation_hours=0.8), hours=11.0).hours == 11.0
-    assert make().basis == "predicted"
-    uncounted = planned(caching_key="dpo.reference")
-    assert make(uncounted).basis == "predicted, without filling the cache of dpo.reference"
+    uncounted = planned(validation_hours=0.0, caching_key="dpo.reference")
+    assert make(uncounted).basis == "predicted, validations included, without filling the cache of dpo.reference"
     assert make(uncounted, hours=11.0).basis == "given by --hours"
+
+
+def test_hours_without_validations_say_so() -> None:
+    """Of `eval.examples=0` and `data.validation_limit=0`: how many examples are held out is not known."""
+    assert make().basis == "predicted, without validations: data.validation_limit and eval.examples are 0"
+    assert make(hours=11.0).basis == "given by --hours"
+    record = Record(Path("/runs/old"), HARDWARE, step_seconds=3.0, peak_bytes=None, differences=())
+    untimed = planned(hours=None, untimed="not understood")
+    job = make_job(untimed, resolve(), workdir=Path("/runs/mine"), request=request(), site=SITE, record=record)
+    assert job.basis.endswith("s/step, without validations: the plan has no time of theirs")
+    start = resolve(**{"train.steps": 0})
+    assert make_job(PLAN, start, workdir=Path("/runs/mine"), request=request(), site=SITE).basis == "predicted"
 
 
 @pytest.mark.parametrize("hours", [math.nan, math.inf, 0.0, -1.0])

@@ -13,7 +13,7 @@ from lw_jax.core import config_file
 from lw_jax.core.errors import UserError
 from lw_jax.core.runtime import REQUEUE
 from lw_jax.planning import planner
-from lw_jax.slurm import job_script
+from lw_jax.slurm import cluster_profile, job_script
 from lw_jax.slurm.cluster_profile import Site
 from tests.commands import PROJECT
 from tests.unit.slurm.test_job import change, planned
@@ -171,6 +171,16 @@ def test_configurations_that_would_share_a_folder_are_refused(tmp_path):
     args = parser.parse(["slurm", "--config", str(tmp_path / "x.list")])
     with pytest.raises(UserError, match=rf"{names[0]}, {names[1]} would share the folder smoke-latentwire"):
         loading.load(args)
+
+
+@pytest.mark.parametrize("kind", ("array", "sequence"))
+def test_limit_of_a_list_says_which_tasks_are_without_validations(tmp_path, kind):
+    found = make_jobs(tmp_path)
+    found[1:] = [dataclasses.replace(job, basis=f"predicted, {cluster_profile.ALL_HELD_OUT}") for job in found[1:]]
+    whole = job_script.join(found, kind, name="all", logs=tmp_path)
+    text = job_script.list_script(found, whole, SITE, kind)
+    assert " h predicted, without validations (middle, large), x 1.3 " in text
+    assert text.count(" h predicted, without validations: data.validation_limit and eval.examples are 0\n") == 2
 
 
 @pytest.mark.parametrize("kind", ("array", "sequence"))

@@ -14,7 +14,7 @@ from lw_jax.commands import loading, parser
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.planning import planner
-from lw_jax.slurm import past_runs, size_comparison
+from lw_jax.slurm import cluster_profile, past_runs, size_comparison
 from lw_jax.training import hardware_record, run_folder
 from tests import tiny
 from tests.unit.slurm import test_job
@@ -187,7 +187,8 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 def test_job_asks_for_the_measured_time_and_says_where_it_was_measured(call, folder, tmp_path, capsys) -> None:
     text = call(folder, tmp_path / "job")
     hours = 4.0 * STEPS / 3600  # 1.89 h; x 1.3 + 0.25 h = 2.7 h
-    basis = f"{hours:.2f} h measured in {folder} on 3 x {KIND}: 4 s/step, x 1.3 + 0.25 h to start"
+    pace = f"measured in {folder} on 3 x {KIND}: 4 s/step"
+    basis = f"{hours:.2f} h {pace}, {cluster_profile.ALL_HELD_OUT}, x 1.3 + 0.25 h to start"
     assert f"# {basis}.\n#SBATCH --time=0-02:45:00\n" in text
     assert "41.2 GB measured at most, 44.2 GB planned" in text and "predicted" not in text
     assert "#SBATCH --mem=33G" in text  # 20 GiB planned x 1.25 + 8
