@@ -89,10 +89,11 @@ def dead_task(job: Job, site: Site) -> list[str]:
 
 def tail(job: str) -> list[str]:
     """Returns the lines after training; `job` is a shell expression of the job's id."""
+    kept = "it resumes from its last checkpoint, without one it begins anew"
     return [
-        f"# {REQUEUE}: stopped on request after saving; the same command resumes.",
+        f"# {REQUEUE}: stopped on request, saved where there was a step to save, or a task was killed.",
         f'if [ "$code" -eq {REQUEUE} ]; then',
-        f'    echo "saved; job "{job}" goes back into the queue"',
+        f'    echo "job "{job}" goes back into the queue: {kept}"',
         f'    scontrol requeue {job} || echo "not requeued: submit the same file again" >&2',
         "fi",
         'exit "$code"',

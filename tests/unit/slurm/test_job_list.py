@@ -47,7 +47,7 @@ def write(tmp_path, kind, site=SITE, **changes):
 
 
 def play(tmp_path, text, codes, **environ):
-    """Runs a script; training ends with the code of its name. Returns (code, lines started, requeued, stderr)."""
+    """Runs a script; training ends with the code of its name. Returns (code, lines started, requeued, output)."""
     programs = tmp_path / "bin"
     programs.mkdir(exist_ok=True)
     cases = "".join(f"'{name}') exit {code};;\n" for name, code in codes.items())
@@ -70,7 +70,7 @@ def play(tmp_path, text, codes, **environ):
         check=False,
     )
     started, requeued = ((tmp_path / name).read_text().splitlines() for name in ("started", "requeued"))
-    return done.returncode, started, requeued, done.stderr
+    return done.returncode, started, requeued, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("kind", ("array", "sequence"))
@@ -118,7 +118,10 @@ def test_task_that_was_killed_on_one_of_several_nodes_goes_back_into_the_queue(
     own = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "1", "SLURM_RESTART_COUNT": str(restarts)}
     code, started, again, told = play(tmp_path, write(tmp_path, kind, nodes=nodes), {"middle": 137}, **own)
     assert code == (REQUEUE if requeued else 137)
-    assert again == ([f"requeue {'9_1' if kind == 'array' else '7'}"] if requeued else [])
+    job = "9_1" if kind == "array" else "7"
+    assert again == ([f"requeue {job}"] if requeued else [])
+    back = f"job {job} goes back into the queue: it resumes from its last checkpoint, without one it begins anew\n"
+    assert (back in told) == requeued and "saved" not in told, "a killed task saves nothing"
     if kind == "sequence":
         assert len(started) == (2 if requeued else 3)
         assert ("failed: middle(137)" in told) == (not requeued)
