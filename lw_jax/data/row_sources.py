@@ -210,14 +210,14 @@ def walk(folder: Path, known: Collection[str]) -> list[Path]:
     """Returns the files below a folder in the order of their names, those behind links too; none hidden.
 
     A folder that links lead to again is not read again, and this is reported. A link to nothing is returned where its
-    suffix is not one of those `known`, so that it can be told. Raises UserError for one that may be data, and for a
-    folder that cannot be read.
+    suffix is not one of those `known`, so that it can be told. Raises UserError for one that may be data. A folder
+    that cannot be read is reported: the root of a disk has one, lost+found.
     """
     found: list[Path] = []
     read: set[str] = set()
     tops = [folder]
     for top in tops:  # it grows: what is behind links comes after all else, so that it is never read in its place
-        for name, folders, names in os.walk(top, onerror=_refuse_folder):
+        for name, folders, names in os.walk(top, onerror=_warn_folder):
             place, real = Path(name), os.path.realpath(name)
             if real in read:
                 warn_once(f"{place}: a link to a folder that is read already, {real}; it is not read again")
@@ -286,8 +286,8 @@ def _parts(batch: Any) -> Iterator[Any]:
     return (batch.slice(start, BATCH) for start in range(0, batch.num_rows, BATCH))
 
 
-def _refuse_folder(error: OSError) -> None:
-    raise UserError(f"{error.filename}: a folder that cannot be read ({error.strerror}); permit it, or move it away")
+def _warn_folder(error: OSError) -> None:
+    warn_once(f"{error.filename}: not read: a folder without permission to read it ({error.strerror})")
 
 
 def _split_of(file: Path) -> str:
