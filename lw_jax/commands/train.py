@@ -110,11 +110,15 @@ def _train(cfg: Config, workdir: Path, services: sinks.Services | None, record: 
             _print_lines(findings)
         identity = recipes.identity(recipe, cfg)
 
-    def begin(step: int) -> None:  # a start that is refused, or finds the run finished, changes no record of it
-        if first:
+    def record_hardware(step: int, micro_batch: int) -> None:
+        card = gpus.of_all_devices()
+        name = card.name if card else ""
+        hardware_record.write(workdir, cfg, placement, card=name, micro_batch=micro_batch, step=step)
+
+    def begin(step: int, micro_batch: int = 0) -> None:
+        if first:  # a start that is refused, or finds the run finished, changes no record of it
             record()
-            card = gpus.of_all_devices()
-            hardware_record.write(workdir, cfg, placement, card=card.name if card else "", step=step)
+            record_hardware(step, micro_batch)
 
     with Checkpointer(workdir / "checkpoints", keep=KEEP, identity=identity) as checkpointer:
         if not cfg.train.steps:
@@ -122,9 +126,9 @@ def _train(cfg: Config, workdir: Path, services: sinks.Services | None, record: 
         training = Run(cfg, recipe, checkpointer, workdir, services)
         training.prepare()  # until here a signal ends the process at once (`process_start`): there is nothing to save
         if training.first_step < cfg.train.steps:
-            begin(training.first_step)
+            begin(training.first_step, training.micro_batch)
         with runtime.Preemption() as preemption:
-            return training.train(preemption.requested)
+            return training.train(preemption.requested, halved=record_hardware)
 
 
 def _save_start(recipe: Recipe, checkpointer: Checkpointer, workdir: Path, begin: Callable[[int], None]) -> int:

@@ -17,7 +17,7 @@ FILE = "hardware.json"
 
 
 class HardwareRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices and placement of a run, and the step and time since when it has them."""
+    """Devices, placement and micro-batch of a run, and the step and time since when it has them."""
 
     kind: str  # as the runtime reports it, for people
     card: str  # of `gpus.CARDS`; empty: none of them
@@ -25,6 +25,7 @@ class HardwareRecord(msgspec.Struct, frozen=True, kw_only=True):
     hosts: schema.Size
     strategy: str
     remat: str
+    micro_batch: schema.Index = 0  # as it was taken; 0: nothing is trained, or an older version did not record it
     since_step: schema.Index = 0
     since_time: float = 0.0
     data: schema.Size  # data axis; the model axis has the other devices
@@ -39,8 +40,11 @@ def read(workdir: Path) -> HardwareRecord:
         raise UserError(f"{workdir / FILE}: missing, so that nobody knows what was measured on; {rule}") from error
 
 
-def write(workdir: Path, cfg: Config, placement: Placement, *, card: str, step: int) -> None:
-    """Records the devices of a run that goes on behind `step`. On other devices it is measured from there on."""
+def write(workdir: Path, cfg: Config, placement: Placement, *, card: str, micro_batch: int, step: int) -> None:
+    """Records the devices of a run that goes on behind `step`.
+
+    On other devices, or with another micro-batch, it is measured from there on.
+    """
     record = HardwareRecord(
         kind=placement.kind,
         card=card,
@@ -48,6 +52,7 @@ def write(workdir: Path, cfg: Config, placement: Placement, *, card: str, step: 
         hosts=jax.process_count(),
         strategy=placement.strategy,
         remat=cfg.compute.remat,
+        micro_batch=micro_batch,
         data=placement.data,
     )
     began = (workdir / FILE).exists()  # maybe to end before its first checkpoint: its devices.jsonl is there

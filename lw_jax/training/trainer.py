@@ -167,8 +167,11 @@ class Run:
             f"{f'; {padding}' if padding else ''}"
         )
 
-    def train(self, stop_requested: StopRequested) -> int:
-        """Trains to the last step, after `prepare` unless that was called; returns 0 or `runtime.REQUEUE`."""
+    def train(self, stop_requested: StopRequested, *, halved: Callable[[int, int], None] | None = None) -> int:
+        """Trains to the last step, after `prepare` unless that was called; returns 0 or `runtime.REQUEUE`.
+
+        `halved` is called with the step behind which a run goes on and its micro-batch, where that was halved.
+        """
         if not self._is_prepared:
             self.prepare()
         self._is_prepared = False
@@ -180,6 +183,8 @@ class Run:
                 except OutOfMemory as error:
                     self._halve(error)
                 self._rewind()  # here the error is gone, and with its traceback the arrays of the failed step
+                if halved:  # by one process alone
+                    halved(self.first_step, self.micro_batch)
 
     def _loop(self, stop_requested: StopRequested) -> int:
         self._pending = None

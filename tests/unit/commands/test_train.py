@@ -11,8 +11,10 @@ from lw_jax.core import progress
 from lw_jax.core.errors import UserError
 from lw_jax.data import batches, examples
 from lw_jax.recipes import selfmade
+from lw_jax.training import hardware_record, trainer
 from tests import tiny
 from tests.commands import PROJECT
+from tests.invariant.test_out_of_memory import Failing
 
 
 def test_a_start_that_is_refused_or_finds_the_run_finished_changes_no_record(tmp_path):
@@ -28,6 +30,20 @@ def test_a_start_that_is_refused_or_finds_the_run_finished_changes_no_record(tmp
     with pytest.raises(UserError, match="checkpoint"):
         train.main(cfg, folder, lambda: calls.append("refused"))
     assert calls == ["begun"] and hardware.read_text() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("calls", "recorded"), [(set(), (8, 0)), ({3}, (4, 2)), ({1, 2}, (2, 0))])
+def test_the_record_has_the_micro_batch_that_was_taken_last(tmp_path, monkeypatch, calls, recorded):
+    class Halving(trainer.Run):
+        def prepare(self) -> None:
+            super().prepare()
+            self.step_spec.step = Failing(self.step_spec.step, calls, "before donation")
+
+    monkeypatch.setattr(train, "Run", Halving)
+    cfg = tiny.make_ttt_config(tmp_path / "data", train__steps=4, mesh__placement="single")
+    record = hardware_record.read(tiny.train_in(tmp_path / "run", cfg))
+    assert (record.micro_batch, record.since_step) == recorded
 
 
 def test_a_missing_file_is_told_before_a_model_is_made_or_fetched(tmp_path, monkeypatch):

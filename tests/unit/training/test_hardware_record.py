@@ -14,9 +14,10 @@ from sharding import placement
 CFG = config.build(base.get_config())
 
 
-def write(folder, *, data: int, step: int, model: int = 1) -> dict[str, Any]:
+def write(folder, *, data: int, step: int, model: int = 1, micro_batch: int = 8) -> dict[str, Any]:
     mesh = meshes.make(data=data, model=model, devices=jax.devices()[: data * model])
-    hardware_record.write(folder, CFG, placement.one_mesh(mesh, ["llama"]), card="h100", step=step)
+    placed = placement.one_mesh(mesh, ["llama"])
+    hardware_record.write(folder, CFG, placed, card="h100", micro_batch=micro_batch, step=step)
     return json.loads((folder / hardware_record.FILE).read_text())
 
 
@@ -38,3 +39,14 @@ def test_run_that_begins_again_elsewhere_before_its_first_checkpoint_is_measured
 def test_the_same_devices_on_other_axes_are_measured_from_there_on(tmp_path) -> None:
     write(tmp_path, data=4, step=0)
     assert write(tmp_path, data=2, model=2, step=70)["since_step"] == 70
+
+
+def test_another_micro_batch_is_measured_from_there_on_also_one_that_an_older_version_did_not_record(tmp_path) -> None:
+    assert write(tmp_path, data=1, step=0)["micro_batch"] == 8
+    found = write(tmp_path, data=1, step=70, micro_batch=4)
+    assert (found["micro_batch"], found["since_step"]) == (4, 70)
+    del found["micro_batch"]
+    (tmp_path / hardware_record.FILE).write_text(json.dumps(found))
+    assert hardware_record.read(tmp_path).micro_batch == 0
+    found = write(tmp_path, data=1, step=90, micro_batch=4)
+    assert (found["micro_batch"], found["since_step"]) == (4, 90)
