@@ -164,7 +164,7 @@ def files(source: str, split: str, *, beside: Collection[str] = ()) -> list[Path
             raise UserError(
                 f"{path}: has files of the splits {', '.join(sorted(several))}, not of tables alone; {remedy}"
             )
-        return _check_shards(path, matches)
+        return _check_shards(path, matches, several=True)
     if not tables:
         wanted = ", ".join(SUFFIXES if named else (*SUFFIXES, *beside))
         raise UserError(f"{path}: is a directory without {wanted} files; name another, or a file")
@@ -176,33 +176,35 @@ def files(source: str, split: str, *, beside: Collection[str] = ()) -> list[Path
                 f"{path}: has files of {', '.join(sorted(within))}, whose names do not begin with the split as the "
                 f"hub's do (train-00000.parquet), and which would be read as one table; {remedy}"
             )
-        return _check_shards(path, tables)
+        return _check_shards(path, tables, several=bool(beside))
     if odd := next((file for file, name in splits.items() if not name and any(splits.values())), None):
         raise UserError(f"{odd}: its name has no split, others in {path} have one; {remedy}")
     chosen = [file for file, name in splits.items() if name == (named or split)]
     if not chosen:
         raise _no_split(path, named or split, splits.values())
-    return _check_shards(path, chosen)
+    return _check_shards(path, chosen, several=bool(beside))
 
 
-def _check_shards(folder: Path, files: list[Path]) -> list[Path]:
-    """Returns the files; warns of missing ones, by the numbers in their names, and refuses those of two tables."""
-    sets: dict[tuple[str, int], dict[int, Path]] = {}
+def _check_shards(folder: Path, files: list[Path], *, several: bool) -> list[Path]:
+    """Returns the files; warns of missing ones, by the numbers in their names, and refuses those of two tables.
+
+    `several`: files of several tables are one text.
+    """
+    sets: dict[tuple[str, str], dict[int, Path]] = {}
     for file in files:
         if match := _NUMBERED.search(file.name):
-            number, count = map(int, match.groups())
-            other = sets.setdefault((file.name[: match.start()], count), {}).setdefault(number, file)
-            if other != file:
+            name = f"{file.parent}/" * several + file.name[: match.start()]
+            other = sets.setdefault((name, match[2]), {}).setdefault(int(match[1]), file)
+            if other != file and not several:
                 one, two = (path.relative_to(folder).as_posix() for path in (other, file))
                 raise UserError(
                     f"{folder}: {one} and {two} are the same part of two tables, which would be read as one; name the "
                     f"folder of one of them, or {_COMMAS}"
                 )
     for (name, count), there in sets.items():
-        if len(there) < count:
-            warn_once(
-                f"{folder}: {len(there)} of the {count} files {name}-*-of-{count:05} are there; they alone are read"
-            )
+        if len(there) < int(count):
+            files_of = f"{int(count)} files {name}-*-of-{count}"
+            warn_once(f"{folder}: {len(there)} of the {files_of} are there; they alone are read")
     return files
 
 

@@ -229,6 +229,10 @@ def test_parts_of_a_table_that_are_not_there_are_reported(tmp_path, caplog):
     assert "2 of the 4 files train-*-of-00004 are there" in caplog.text
     caplog.clear()
     assert len(row_sources.files(str(tmp_path), "test")) == 1 and not caplog.text
+    texts = [f"{name}/part-{number}-of-2.txt" for name in ("books", "wiki") for number in (0, 1)]
+    touch(tmp_path / "one text", *texts[:3])
+    assert len(row_sources.files(str(tmp_path / "one text"), "train", beside=(".txt",))) == 3
+    assert "1 of the 2 files" in caplog.text and "wiki/part-*" in caplog.text
 
 
 # --- links
