@@ -93,7 +93,7 @@ def check_run(words: list[str]) -> None:
 
 def check_script(file: Path, words: list[str]) -> None:
     source = file.read_text("utf-8")
-    for driver in re.findall(r"^from (?:examples|benchmarks) import (\w+)", source, re.MULTILINE):  # it has flags
+    for driver in re.findall(rf"^from {file.parent.name} import (\w+)", source, re.MULTILINE):  # it has flags
         source += (file.parent / f"{driver}.py").read_text("utf-8")
     assignments, rest = take_assignments(words)
     flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
