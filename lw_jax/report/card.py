@@ -190,12 +190,12 @@ def _results(run: Run, wire: WireFolder) -> str:
     exact = "" if _is_exact(run, wire) else f", with the run's fp32 values, not this folder's {wire.dtype}"
     measured = _plain(_name_of(run.evaluation["validation"]))
     lines.append(_paragraph(f"The reader sees, beside the question: {'; '.join(meanings)}."))
-    lines.append(
-        _paragraph(
-            f"Measured at step {run.evaluation['step']} on {measured}{exact}. {tables.other_settings(run)} "
-            "Times are of the machine that measured."
-        )
-    )
+    sentences = [
+        f"Measured at step {run.evaluation['step']} on {measured}{exact}.",
+        tables.other_settings(run),
+        "Times are of the machine that measured.",
+    ]
+    lines.append(_paragraph(" ".join(filter(None, sentences))))
     return "\n".join(lines)
 
 
