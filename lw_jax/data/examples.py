@@ -6,7 +6,7 @@ First stage of the data flow: it knows no tokenizer and no array. The format of 
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -18,6 +18,8 @@ from lw_jax.data import question_cards, row_sources, rows
 from lw_jax.data.row_fields import Fields
 
 Split = Literal["train", "validation"]
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 VALIDATION_CARDS = 256  # made, or data.validation_limit if that is more
@@ -131,6 +133,11 @@ def spread(count: int, limit: int) -> list[int]:
     """Returns `limit` increasing positions spread evenly over `count` (all of them when the limit is 0 or larger)."""
     size = min(limit, count) if limit > 0 else count
     return [i * count // size for i in range(size)]
+
+
+def choose(items: Sequence[_T], limit: int, *, seed: int) -> list[_T]:
+    """Returns `limit` items spread evenly over all, in their order; of another seed each the next one."""
+    return [items[(index + seed) % len(items)] for index in spread(len(items), limit)]
 
 
 def _rows(source: str, split: str, fields: Fields[Row]) -> Iterator[tuple[str, Row]]:

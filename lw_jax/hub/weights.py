@@ -211,10 +211,11 @@ def _ahead(reads: Sequence[Callable[[], Tree]]) -> Iterator[Tree]:
 def _stack(layers: Iterator[Tree], leaf: Tree, sharding: Tree | None) -> Tree:
     shapes, tree = jax.tree.flatten(leaf)
     if sum(x.size * x.dtype.itemsize for x in shapes) <= _STACKED_ON_HOST:  # without a program for each leaf's shape
-        stack = jax.tree.map(lambda x: make_buffer(x.shape, x.dtype), leaf)
+        stacks = [make_buffer(x.shape, x.dtype) for x in shapes]
         for i, layer in enumerate(layers):
-            jax.tree.map(lambda stacked, value, i=i: stacked.__setitem__(i, value), stack, layer)
-        return _put(stack, sharding)
+            for stack, value in zip(stacks, jax.tree.leaves(layer), strict=True):
+                stack[i] = value
+        return _put(jax.tree.unflatten(tree, stacks), sharding)
     part = jax.tree.map(_of_a_layer, sharding)
     # Functions of the module: JAX compiles them once for leaves of the same shapes, of this model or of the next.
     stack = jax.jit(_zeros, static_argnums=(0, 1), out_shardings=sharding)(tree, tuple(shapes))

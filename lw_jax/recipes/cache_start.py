@@ -25,7 +25,7 @@ from lw_jax.core.eval_rows import RATIOS
 from lw_jax.core.progress import duration, phase
 from lw_jax.core.types import Example, Tree
 from lw_jax.data import batches, prompt_tokens
-from lw_jax.data.examples import spread
+from lw_jax.data.examples import choose, spread
 from lw_jax.evals import cache_rows
 from lw_jax.models import cache_choice, cache_code, cache_message
 from lw_jax.models.cache_code import Code
@@ -88,7 +88,7 @@ def rows_of(placed: Placement) -> int:
 def _divide(questions: Sequence[Example], count: int, most: int, *, seed: int) -> tuple[list[Example], list[Example]]:
     """Returns one question of each text that is read: those to fit, and those held out; of another seed others."""
     texts = list({question.context: question for question in reversed(questions)}.values())[::-1]
-    chosen = [texts[(index + seed) % len(texts)] for index in spread(len(texts), count)]
+    chosen = choose(texts, count, seed=seed)
     eighths = chosen[PART_HELD_OUT - 1 :: PART_HELD_OUT]
     held_out = [eighths[index] for index in spread(len(eighths), most)] or chosen[-1:]  # of every source
     contexts = {question.context for question in held_out}

@@ -190,8 +190,8 @@ class LatentWire(WireReaders):
         """
         texts = list(dict.fromkeys(example.context for example in self.curriculum.examples("train")))
         seed = self.cfg.seed
-        order = np.random.default_rng(seed).permutation(examples.spread(len(texts), kv_start.TEXTS))
-        return [texts[(index + seed) % len(texts)] for index in order]
+        chosen = examples.choose(texts, kv_start.TEXTS, seed=seed)
+        return [chosen[index] for index in np.random.default_rng(seed).permutation(len(chosen))]
 
     def _align_adapters(self, trainable: Tree, readers: Tree) -> Tree:
         """Returns the tree with adapters whose linear path is the regression from tokens' latents to their readers'."""

@@ -25,6 +25,7 @@ STARTUP_HOURS = 0.25  # reading weights and compiling, in every start
 QUARTER = 15  # minutes
 SAVING_SECONDS = 120  # to write a checkpoint, beside the steps that are under way
 UNCOUNTED = "without validations"  # in a basis, where their number of examples or their time is not known
+UNTIMED = f"{UNCOUNTED}: the plan has no time of theirs"
 ALL_HELD_OUT = f"{UNCOUNTED}: data.validation_limit and eval.examples are 0"
 PORTABLE = "only portable options are used; docs/slurm.md shows how to set partition and account."
 
@@ -136,15 +137,22 @@ def pace(hours: float, train: Train) -> tuple[float, float]:
     return step, step * max(1, preflight.save_interval(train))
 
 
+def with_validations(hours: float, basis: str, plan: Plan, train: Train) -> tuple[float, str]:
+    """Returns the hours of the steps with those of validations, in the plan's proportion, and what the basis says."""
+    if plan.hours and plan.validation_hours is not None:
+        return hours + hours * plan.validation_hours / plan.hours, f"{basis}, validations included"
+    if not train.steps:
+        return hours, basis
+    # The last step is validated, whatever train.eval_every is.
+    return hours, f"{basis}, {ALL_HELD_OUT if plan.hours else UNTIMED}"
+
+
 def inspect(plan: Plan, train: Train) -> list[Finding]:
     site, profile = find_site("")
     if plan.hours is None:
         return []
-    hours, (step, between), basis = plan.hours, pace(plan.hours, train), "predicted"
-    if plan.validation_hours is not None:
-        hours, basis = hours + plan.validation_hours, f"{basis}, validations included"
-    elif train.steps:
-        basis += f", {ALL_HELD_OUT}"
+    step, between = pace(plan.hours, train)
+    hours, basis = with_validations(plan.hours, "predicted", plan, train)
     try:
         time_limit = limit(Duration(hours=hours, step_seconds=step, checkpoint_seconds=between, basis=basis), site)
     except UserError as error:

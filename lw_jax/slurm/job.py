@@ -12,7 +12,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.planning.plans import Plan
 from lw_jax.slurm import cluster_profile
-from lw_jax.slurm.cluster_profile import UNCOUNTED, Duration, Site, clock
+from lw_jax.slurm.cluster_profile import Duration, Site, clock
 from lw_jax.slurm.past_runs import Record
 
 
@@ -58,13 +58,10 @@ def make_job(
         )
     hours, basis = _time(plan, steps=cfg.train.steps, requested=request.hours, record=record)
     step_seconds, checkpoint_seconds = cluster_profile.pace(hours, cfg.train)
-    if request.hours is None and plan.hours and plan.validation_hours is not None:
-        hours += hours * plan.validation_hours / plan.hours
-        basis += ", validations included"
-    elif request.hours is None and cfg.train.steps:  # the last step is validated, whatever train.eval_every is
-        basis += f", {cluster_profile.ALL_HELD_OUT if plan.hours else f'{UNCOUNTED}: the plan has no time of theirs'}"
-    if request.hours is None and plan.caching_key:
-        basis += f", without filling the cache of {plan.caching_key}"
+    if request.hours is None:
+        hours, basis = cluster_profile.with_validations(hours, basis, plan, cfg.train)
+        if plan.caching_key:
+            basis += f", without filling the cache of {plan.caching_key}"
     method = "compiled" if plan.compiled else "estimated, not compiled"
     origin = f"plan {plan.target} ({method}): {plan.chosen.describe()}"
     python = "python" if site.setup else sys.executable  # setup lines activate an environment that has its own

@@ -14,9 +14,8 @@ def test_the_legend_names_what_any_panel_shows():
     points = [told["points"][0] | {"reader": "qwen", "slots": slots, "positions": slots + 1.0} for slots in (3, 5)]
     rows = {"llama": {"text": runs.figures(0.5)}, "qwen": {"latents": runs.figures(0.25), "text": runs.figures(0.5)}}
     (legend,) = figures.draw_rows(rows, Curve(**told | {"points": points})).legends
-    assert [text.get_text() for text in legend.get_texts()] == [
-        *("text", "latents", "messages by slots, of 11 examples")
-    ]
+    names = ["text", "latents", "messages by slots, of 11 examples"]
+    assert [text.get_text() for text in legend.get_texts()] == names
 
 
 def test_each_row_has_a_colour_of_its_own():
