@@ -35,6 +35,7 @@ def path(cfg: Config, name: str) -> Path:
         here if name == HERE else [],
         os.environ.get("XLA_FLAGS", ""),  # they may change what a program takes, an absent card's too
         config.shape(cfg),
+        [cfg.encoder.texts, cfg.encoder.ratio] if cfg.encoder.kind == "cache" else [],  # its start's hours
         _shapes(cfg),  # a local folder may hold another model under the same name
         _versions(),
         code(),

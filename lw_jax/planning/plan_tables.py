@@ -55,6 +55,8 @@ def _choice(plan: StepPlan, best: StepCandidate) -> list[str]:
         hours += f" and about {duration(plan.validation_hours * 3600)} of validation"
     elif hours:
         hours += ", without validations: data.validation_limit and eval.examples are 0, all held-out examples"
+    if plan.start_hours is not None:
+        hours += f", after {duration(plan.start_hours * 3600)} for the start without compiling"
     if hours and plan.caching_key:
         hours += f", without filling the cache of {plan.caching_key}: one forward pass over all examples, once"
     unit, per_example = plan.unit
@@ -67,6 +69,7 @@ def _choice(plan: StepPlan, best: StepCandidate) -> list[str]:
         *([f"padding: {best.filling}"] if best.filling else []),
         f"why: {plan.why}",
         *(memory.description for memory in (plan.validation, plan.generation) if memory),
+        *([f"start: {bytes_of(plan.start_peak_bytes)} per device"] if plan.start_peak_bytes else []),
         f"host memory of a process: {bytes_of(plan.host_memory_bytes)}",
     ]
 

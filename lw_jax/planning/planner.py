@@ -29,6 +29,8 @@ from lw_jax.planning import (
 from lw_jax.planning.hardware import HERE, HOST_BYTES, Hardware
 from lw_jax.planning.placement_search import Trial
 from lw_jax.planning.plans import Plan, StepCandidate, StepPlan
+from lw_jax.planning.roofline import Speed
+from lw_jax.planning.start_plan import StartPlan
 from lw_jax.training import evaluation_memory as evaluation_memories
 from lw_jax.training import memory, memory_limit, preflight, run_folder
 from lw_jax.training.evaluation_memory import EvaluationMemory
@@ -200,7 +202,7 @@ def _plan(cfg: Config, on: Hardware) -> StepPlan:
     started = time.monotonic()
     tried = placement_search.choose(cfg, on)
     with phase("planning: memory of validation and evaluation"):
-        best, parts = _pick(tried, on)
+        best, parts, start = _pick(tried, on)
     candidates = tuple(trial.candidate() for trial in tried)
     chosen = candidates[tried.index(best)] if best else None
     return StepPlan(
@@ -208,7 +210,7 @@ def _plan(cfg: Config, on: Hardware) -> StepPlan:
         precision=precision(cfg, on),
         global_batch=cfg.train.global_batch,
         unit=recipes.outline(cfg).unit,
-        host_memory_bytes=_host_bytes(tried),
+        host_memory_bytes=max(_host_bytes(tried), start.host_memory_bytes if start else 0),
         plan_seconds=round(time.monotonic() - started, 1),
         candidates=candidates,
         chosen=chosen,
@@ -217,11 +219,15 @@ def _plan(cfg: Config, on: Hardware) -> StepPlan:
         remedies=() if best else placement_search.fewer_bits(cfg, on),
         validation=parts.get("validation"),
         generation=parts.get("generation"),
+        start_hours=start and start.hours,
+        start_peak_bytes=start.chosen.peak_bytes if start and start.chosen else 0,
     )
 
 
-def _pick(tried: list[Trial], on: Hardware) -> tuple[Trial | None, dict[str, EvaluationMemory | None]]:
-    """Returns the best candidate that can also be validated and evaluated, and the memory of both.
+def _pick(
+    tried: list[Trial], on: Hardware
+) -> tuple[Trial | None, dict[str, EvaluationMemory | None], StartPlan | None]:
+    """Returns the best candidate that can also be validated, evaluated and started, the memory of both, and the start.
 
     One that cannot, not even with one example per device, gets an obstacle in `tried`. Of the others only the chosen
     one is asked: each answer is compiled where the hardware can.
@@ -229,13 +235,25 @@ def _pick(tried: list[Trial], on: Hardware) -> tuple[Trial | None, dict[str, Eva
     while best := placement_search.pick(tried):
         assert best.program is not None, "it fits"
         parts = evaluation_memory(best.program, on.limit, on.compile)
-        beyond = [(part, needs.smallest_bytes) for part, needs in parts.items() if needs and not needs.largest]
-        if not beyond:
-            return best, parts
-        part, least = beyond[0]
-        obstacle = f"{part} of one example per device needs {bytes_of(least)} of {bytes_of(on.limit.usable)}"
-        tried[tried.index(best)] = dataclasses.replace(best, fits=False, obstacle=obstacle)
-    return None, {}
+        obstacles = [
+            f"{part} of one example per device needs {bytes_of(needs.smallest_bytes)} of {bytes_of(on.limit.usable)}"
+            for part, needs in parts.items()
+            if needs and not needs.largest
+        ]
+        start = None if obstacles else _start(best.program, on)
+        if start and not start.chosen:
+            obstacles = [f"the start before the steps: {start.candidates[0].obstacle}"]
+        if not obstacles:
+            return best, parts, start
+        tried[tried.index(best)] = dataclasses.replace(best, fits=False, obstacle=obstacles[0])
+    return None, {}, None
+
+
+def _start(program: StepSpec, on: Hardware) -> StartPlan | None:
+    """Returns the plan of a cache wire's start on the placement of its steps."""
+    if program.cfg.encoder.kind != "cache":
+        return None
+    return start_plan.make(program.cfg, on, on.target and Speed.of(on.target.card), program.placement)
 
 
 def evaluation_memory(

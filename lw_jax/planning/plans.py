@@ -110,6 +110,7 @@ class Plan:
     hours: float | None = None
     untimed: str = ""  # why the hours are not known, where the card's peak rates are
     validation_hours: float | None = None
+    start_hours: float | None = None  # of a cache wire's start, before the steps
     caching_key: str = ""  # key of what a frozen model computes before the first step, which is in no hours
     remedies: tuple[Remedy, ...] = ()
 
@@ -162,6 +163,7 @@ class StepPlan(Plan):
     global_batch: int = 0
     unit: tuple[str, int] = ("samples", 1)  # of an example, and its number
     steps: int = 0
+    start_peak_bytes: int = 0  # of a cache wire's start
     validation: EvaluationMemory | None = None
     generation: EvaluationMemory | None = None
 

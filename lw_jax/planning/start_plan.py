@@ -1,4 +1,4 @@
-"""Plan of a run without steps: whether its start fits on given devices, what it takes, and what its messages save.
+"""Plan of a cache wire's start, the whole of a run without steps: whether it fits on given devices, what it takes, and what its messages save.
 
 The two programs that need most memory, a batch of texts read twice and a batch written, are compiled for the devices.
 FLOPs and seconds are read from their jaxprs (`training.traced_costs`), at the roofline's shares of a card's peaks or at
@@ -77,7 +77,7 @@ class StartCandidate(Candidate):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StartPlan(Plan):
-    """Plan of a run without steps."""
+    """Plan of a start."""
 
     candidates: tuple[StartCandidate, ...] = ()
     chosen: StartCandidate | None
@@ -98,10 +98,10 @@ def of_cpu(cfg: Config, speed: Speed) -> StartPlan:
     return make(cfg, Hardware(jax.devices("cpu")[:1], room if room.memory else None, name="cpu"), speed)
 
 
-def make(cfg: Config, on: Hardware, speed: Speed | None) -> StartPlan:
-    """Returns the plan for these devices; without `on.compile` its memory too is arithmetic."""
+def make(cfg: Config, on: Hardware, speed: Speed | None, placed: Placement | None = None) -> StartPlan:
+    """Returns the plan for these devices, or for one placement; without `on.compile` its memory too is arithmetic."""
     begun, candidates = time.monotonic(), []
-    for placed in _placements(cfg, on):
+    for placed in [placed] if placed else _placements(cfg, on):
         candidates.append(_measure(cfg, placed, on, speed))
         if candidates[-1].fits:
             break  # the fewest devices a reader: the others hold copies that share the texts

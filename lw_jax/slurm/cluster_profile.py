@@ -62,6 +62,7 @@ class Duration:
     hours: float
     step_seconds: float  # 0: a run without steps, of which nothing is saved before its end
     checkpoint_seconds: float  # between two checkpoints
+    start_hours: float = 0.0  # of `hours`, before the first step: kept by the first checkpoint
     basis: str = "predicted"  # one line: the source of the hours
 
 
@@ -109,17 +110,18 @@ def limit(run: Duration, site: Site) -> Limit:
     if not run.step_seconds:
         raise UserError(f"{where}: {text} = {needed:.2f} h, of which nothing is saved before the end; {remedy}.")
     notice, between = notice_seconds(run.step_seconds), f"{run.checkpoint_seconds / 60:.1f} min"
-    useful = longest * 3600 - STARTUP_HOURS * 3600 - notice
-    if useful <= 0:
+    useful, startup = (longest - STARTUP_HOURS) * 3600 - notice, STARTUP_HOURS + run.start_hours
+    first = useful - run.start_hours * 3600
+    if first <= 0:
         raise UserError(
-            f"{where}: start-up ({STARTUP_HOURS} h) and the notice before the limit ({notice} s) leave no time to "
+            f"{where}: start-up ({startup:.2f} h) and the notice before the limit ({notice} s) leave no time to "
             f"train; {remedy}."
         )
-    if useful < run.checkpoint_seconds:
-        possible = math.floor(useful / run.step_seconds)
+    if first < run.checkpoint_seconds:
+        possible = math.floor(first / run.step_seconds)
         remedy = f"set --config.train.checkpoint_every to {possible} at most, or {remedy}" if possible else remedy
         raise UserError(
-            f"{where}: start-up ({STARTUP_HOURS} h), the notice before the limit ({notice} s) and one checkpoint "
+            f"{where}: start-up ({startup:.2f} h), the notice before the limit ({notice} s) and one checkpoint "
             f"interval ({between}) are longer, and the run takes {needed:.2f} h: killed "
             f"without notice it would start over each time; {remedy}."
         )
@@ -137,14 +139,15 @@ def pace(hours: float, train: Train) -> tuple[float, float]:
     return step, step * max(1, preflight.save_interval(train))
 
 
-def with_validations(hours: float, basis: str, plan: Plan, train: Train) -> tuple[float, str]:
-    """Returns the hours of the steps with those of validations, in the plan's proportion, and what the basis says."""
+def hours_of_run(hours: float, basis: str, plan: Plan, train: Train) -> tuple[float, str]:
+    """Returns the hours of the steps with those of start and validations (in proportion), and what the basis says."""
+    start = plan.start_hours or 0.0
     if plan.hours and plan.validation_hours is not None:
-        return hours + hours * plan.validation_hours / plan.hours, f"{basis}, validations included"
+        return start + hours + hours * plan.validation_hours / plan.hours, f"{basis}, validations included"
     if not train.steps:
         return hours, basis
     # The last step is validated, whatever train.eval_every is.
-    return hours, f"{basis}, {ALL_HELD_OUT if plan.hours else UNTIMED}"
+    return start + hours, f"{basis}, {ALL_HELD_OUT if plan.hours else UNTIMED}"
 
 
 def inspect(plan: Plan, train: Train) -> list[Finding]:
@@ -152,9 +155,11 @@ def inspect(plan: Plan, train: Train) -> list[Finding]:
     if plan.hours is None:
         return []
     step, between = pace(plan.hours, train)
-    hours, basis = with_validations(plan.hours, "predicted", plan, train)
+    hours, basis = hours_of_run(plan.hours, "predicted", plan, train)
+    start = plan.start_hours or 0.0
+    run = Duration(hours=hours, step_seconds=step, checkpoint_seconds=between, start_hours=start, basis=basis)
     try:
-        time_limit = limit(Duration(hours=hours, step_seconds=step, checkpoint_seconds=between, basis=basis), site)
+        time_limit = limit(run, site)
     except UserError as error:
         return [Finding("error", f"{profile}: {error}")]
     return [Finding("warning", f"{profile}: {time_limit.description}")] if time_limit.requeues else []

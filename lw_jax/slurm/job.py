@@ -58,8 +58,10 @@ def make_job(
         )
     hours, basis = _time(plan, steps=cfg.train.steps, requested=request.hours, record=record)
     step_seconds, checkpoint_seconds = cluster_profile.pace(hours, cfg.train)
+    start_hours = 0.0
     if request.hours is None:
-        hours, basis = cluster_profile.with_validations(hours, basis, plan, cfg.train)
+        start_hours = plan.start_hours or 0.0
+        hours, basis = cluster_profile.hours_of_run(hours, basis, plan, cfg.train)
         if plan.caching_key:
             basis += f", without filling the cache of {plan.caching_key}"
     method = "compiled" if plan.compiled else "estimated, not compiled"
@@ -79,6 +81,7 @@ def make_job(
         hours=hours,
         step_seconds=step_seconds,
         checkpoint_seconds=checkpoint_seconds,
+        start_hours=start_hours,
         memory_fraction=max(environment.FRACTION, cfg.mesh.target_utilisation),
         origin=f"{origin}; {record.describe_memory(plan.chosen.peak_bytes)}" if record else origin,
         basis=basis,

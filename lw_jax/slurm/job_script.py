@@ -185,6 +185,7 @@ def join(jobs: Sequence[Job], kind: str, *, name: str, logs: Path) -> Job:
         host_memory_bytes=max(job.host_memory_bytes for job in jobs),
         step_seconds=max(job.step_seconds for job in jobs),
         checkpoint_seconds=max(job.checkpoint_seconds for job in jobs),
+        start_hours=max(job.start_hours for job in jobs),
         memory_fraction=max(job.memory_fraction for job in jobs),
         origin=f"{len(jobs)} configurations of {name}.list as {kind}",
         basis=f"{basis}, {UNCOUNTED} ({', '.join(uncounted)})" if uncounted else basis,

@@ -75,6 +75,20 @@ def test_training_over_a_model_axis_is_as_much_work_for_each_device(root):
     assert not any("latents" in change.what for change in changed), "it has none"
 
 
+def test_a_run_with_steps_needs_room_and_time_for_its_start(root):
+    changes = {"train__steps": 5, "train__global_batch": 1, "eval__batch": 1, "mesh__target_utilisation": 1.0}
+    cfg = tiny.make_config(root, only="llama", **CACHE | changes, mesh__placement="single")
+    ample = planner.make(cfg, "h100x1", estimate=True)
+    alone = start_plan.of_target(tiny.change(cfg, train__steps=0), "h100x1", estimate=True)
+    assert (ample.start_hours, ample.start_peak_bytes) == (alone.hours, alone.chosen.peak_bytes)
+    assert "for the start" in plan_tables.report(ample)
+    more = planner.make(tiny.change(cfg, encoder__texts=24_000), "h100x1", estimate=True)
+    assert more.start_hours > ample.start_hours and more.host_memory_bytes > ample.host_memory_bytes
+    between = (max(ample.chosen.peak_bytes, ample.validation.peak_bytes) + ample.start_peak_bytes) / 2
+    found = planner.make(tiny.change(cfg, mesh__memory_gb=between / 1e9), "h100x1", estimate=True)
+    assert found.chosen is None and "start" in found.candidates[0].obstacle
+
+
 def test_the_cpu_is_planned_by_compiling_and_as_json(root, capsys, monkeypatch):
     monkeypatch.setattr(timing, "WARM_SECONDS", 0.0)
     cfg = tiny.make_config(root, only="llama", **CACHE, mesh__placement="single")
