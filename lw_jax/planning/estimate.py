@@ -64,6 +64,15 @@ def estimate(program: StepSpec, widths: Tree, micro_batch: int, target: Target |
     return Estimate(needs, max(flops), max(wire), times)
 
 
+def forward_share(program: StepSpec, micro_batch: int, validated: int, target: Target) -> float:
+    """Returns the time of a held-out example, one forward pass of `validated` at once, over that of a training one."""
+    speed, recipe = Speed.of(target.card), program.recipe
+    trained = step_costs.of(program, recipe.batch_widths(), micro_batch)
+    forward = step_costs.of(program, recipe.validation_widths(), validated, backward=False)
+    seconds = [sum(speed.predict(part).total for part in costs.values()) for costs in (trained, forward)]
+    return seconds[1] / validated / (seconds[0] / micro_batch)
+
+
 def _times(
     program: StepSpec, costs: dict[str, Costs], sent: dict[str, float], accumulation: int, target: Target
 ) -> Times:

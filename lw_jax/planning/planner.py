@@ -15,6 +15,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.precision import DTYPES
 from lw_jax.core.progress import phase
+from lw_jax.planning import estimate as estimates
 from lw_jax.planning import (
     generation_memory,
     gpus,
@@ -219,6 +220,7 @@ def _plan(cfg: Config, on: Hardware) -> StepPlan:
         remedies=() if best else placement_search.fewer_bits(cfg, on),
         validation=parts.get("validation"),
         generation=parts.get("generation"),
+        forward_share=_forward_share(best, parts.get("validation"), on),
         start_hours=start and start.hours,
         start_peak_bytes=start.chosen.peak_bytes if start and start.chosen else 0,
     )
@@ -247,6 +249,13 @@ def _pick(
             return best, parts, start
         tried[tried.index(best)] = dataclasses.replace(best, fits=False, obstacle=obstacles[0])
     return None, {}, None
+
+
+def _forward_share(best: Trial | None, validation: EvaluationMemory | None, on: Hardware) -> float:
+    if not (best and best.program and validation and on.target):
+        return 1.0  # the hours of its steps are not known either
+    rows = validation.largest // best.program.placement.data
+    return estimates.forward_share(best.program, best.micro_batch, rows, on.target)
 
 
 def _start(program: StepSpec, on: Hardware) -> StartPlan | None:
@@ -318,7 +327,7 @@ def _timed(plan: StepPlan, cfg: Config) -> StepPlan:
         plan,
         steps=steps,
         hours=hours,
-        validation_hours=None if hours is None or share is None else hours * share,
+        validation_hours=None if hours is None or share is None else hours * share * plan.forward_share,
         caching_key=validation.caching_key(cfg),
         candidates=tuple(map(timed, plan.candidates)),
         chosen=chosen,
@@ -326,13 +335,10 @@ def _timed(plan: StepPlan, cfg: Config) -> StepPlan:
 
 
 def validation_share(cfg: Config) -> float | None:
-    """Returns about the time of a run's validations over that of its steps; None for held-out data of unknown size.
-
-    A held-out example, measured once forward, is taken for half of a training example, which has a backward pass too.
-    """
+    """Returns the examples of a run's validations, by pass, over those of its steps; None where their number is unknown."""
     train, examples = cfg.train, run_folder.validation_examples(cfg)
     if not examples:
         return None
     due = sum(preflight.is_validated(train, step) for step in range(1, train.steps + 1))
     passes = 2 * len(config.tasks(cfg)) if cfg.recipe == "latentwire" else 1  # with the right text and another's
-    return due * passes * examples / 2 / (train.steps * train.global_batch)
+    return due * passes * examples / (train.steps * train.global_batch)

@@ -163,6 +163,7 @@ class StepPlan(Plan):
     global_batch: int = 0
     unit: tuple[str, int] = ("samples", 1)  # of an example, and its number
     steps: int = 0
+    forward_share: float = 1.0  # time of a held-out example over that of a training one
     start_peak_bytes: int = 0  # of a cache wire's start
     validation: EvaluationMemory | None = None
     generation: EvaluationMemory | None = None

@@ -43,10 +43,10 @@ def test_where_memory_is_not_told_all_devices_share_the_batch_that_make_a_share_
 @pytest.mark.parametrize(
     ("changes", "share"),
     [
-        # Steps of 8 examples; a held-out one counts half, with its own text and with another's.
-        ({"train__steps": 100, "train__eval_every": 30, "data__validation_limit": 16}, 4 * 2 * 16 / 2 / 800),
-        ({"train__steps": 100, "train__eval_every": 25, "data__validation_limit": 16}, 4 * 2 * 16 / 2 / 800),
-        ({"train__steps": 90, "train__eval_every": 0, "eval__examples": 16}, 1 * 2 * 16 / 2 / 720),
+        # Steps of 8 examples; a held-out one is read with its own text and with another's.
+        ({"train__steps": 100, "train__eval_every": 30, "data__validation_limit": 16}, 4 * 2 * 16 / 800),
+        ({"train__steps": 100, "train__eval_every": 25, "data__validation_limit": 16}, 4 * 2 * 16 / 800),
+        ({"train__steps": 90, "train__eval_every": 0, "eval__examples": 16}, 1 * 2 * 16 / 720),
         ({"train__steps": 90, "eval__examples": 0, "data__validation_limit": 0}, None),
     ],
 )
@@ -252,6 +252,10 @@ def test_an_absent_compiler_is_told_and_arithmetic_stands_in_without_being_kept(
     found = planner.make(cfg, "h100x2")
     assert not found.compiled and "target h100x2: " in found.why_not_compiled
     assert found.chosen.strategy == "single"
+    # Of about a third: forward, without a backward pass.
+    assert 0.1 < found.forward_share < 0.6
+    share = planner.validation_share(cfg) * found.forward_share
+    assert found.validation_hours == pytest.approx(found.hours * share)
     assert not (cache / "plans").exists() and not planner.make(cfg, "h100x2").cached
     told = plan_tables.report(found)
     assert "ARITHMETIC ESTIMATE, nothing was compiled" in told and f"not compiled: {found.why_not_compiled}" in told

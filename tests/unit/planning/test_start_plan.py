@@ -81,6 +81,7 @@ def test_a_run_with_steps_needs_room_and_time_for_its_start(root):
     ample = planner.make(cfg, "h100x1", estimate=True)
     alone = start_plan.of_target(tiny.change(cfg, train__steps=0), "h100x1", estimate=True)
     assert (ample.start_hours, ample.start_peak_bytes) == (alone.hours, alone.chosen.peak_bytes)
+    assert 0.9 < ample.forward_share < 1.2, "what is written and measured has no backward pass"
     assert "for the start" in plan_tables.report(ample)
     more = planner.make(tiny.change(cfg, encoder__texts=24_000), "h100x1", estimate=True)
     assert more.start_hours > ample.start_hours and more.host_memory_bytes > ample.host_memory_bytes
