@@ -335,7 +335,7 @@ def _timed(plan: StepPlan, cfg: Config) -> StepPlan:
 
 
 def validation_share(cfg: Config) -> float | None:
-    """Returns the examples of a run's validations, by pass, over those of its steps; None where their number is unknown."""
+    """Returns examples of a run's validations, by pass, over those of its steps; None where they take all there are."""
     train, examples = cfg.train, run_folder.validation_examples(cfg)
     if not examples:
         return None

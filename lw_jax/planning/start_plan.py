@@ -1,4 +1,4 @@
-"""Plan of a cache wire's start, the whole of a run without steps: whether it fits on given devices, what it takes, and what its messages save.
+"""Plan of a cache wire's start, all of a run without steps: whether it fits given devices, and what messages save.
 
 The two programs that need most memory, a batch of texts read twice and a batch written, are compiled for the devices.
 FLOPs and seconds are read from their jaxprs (`training.traced_costs`), at the roofline's shares of a card's peaks or at
@@ -30,7 +30,7 @@ from lw_jax.recipes import cache_start
 from lw_jax.recipes.cache_wire import CacheWire
 from lw_jax.recipes.wire_shapes import AGAIN, SHARED_PREFIX
 from lw_jax.training import memory_limit, step_costs
-from lw_jax.training.memory import Compile, bytes_of
+from lw_jax.training.memory import Compile, bytes_of, fresh_bytes
 from lw_jax.training.traced_costs import Costs, trace
 from sharding import place
 from sharding import placement as placements
@@ -98,10 +98,10 @@ def of_cpu(cfg: Config, speed: Speed) -> StartPlan:
     return make(cfg, Hardware(jax.devices("cpu")[:1], room if room.memory else None, name="cpu"), speed)
 
 
-def make(cfg: Config, on: Hardware, speed: Speed | None, placed: Placement | None = None) -> StartPlan:
+def make(cfg: Config, on: Hardware, speed: Speed | None, only: Placement | None = None) -> StartPlan:
     """Returns the plan for these devices, or for one placement; without `on.compile` its memory too is arithmetic."""
     begun, candidates = time.monotonic(), []
-    for placed in [placed] if placed else _placements(cfg, on):
+    for placed in [only] if only else _placements(cfg, on):
         candidates.append(_measure(cfg, placed, on, speed))
         if candidates[-1].fits:
             break  # the fewest devices a reader: the others hold copies that share the texts
@@ -192,9 +192,11 @@ def _plan_reader(
     if compiles is not None:
         for way, (function, args) in _programs(recipe, name, rows, tokens).items():
             with phase(f"planning: compiling what {way}s {rows} texts for {name}"):
-                needs = compiles(jax.jit(function).lower(*args)).memory_analysis()
-            peak = needs.argument_size_in_bytes + needs.temp_size_in_bytes + needs.output_size_in_bytes - weights
-            batch[way] = dataclasses.replace(batch[way], peak_bytes=max(peak, 0))
+                program = compiles(jax.jit(function).lower(*args))
+            # Not the program's arguments: weights and code are counted once, and JAX drops what is not read.
+            peak = place.device_bytes(args[-1] if way == READ else args[2:]) + fresh_bytes(program)
+            peak += program.memory_analysis().temp_size_in_bytes
+            batch[way] = dataclasses.replace(batch[way], peak_bytes=peak)
     (readings, writings, fitted), width = _runs(cfg, rows, placed.platform), code["basis"].shape[0]
     exact = (16 * (width + cache_code.MORE) + 4 * width) * values * fitted  # the basis
     heads = model.layers * model.kv_heads

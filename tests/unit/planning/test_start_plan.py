@@ -1,7 +1,9 @@
 """Plans of runs without steps: memory, seconds, the job; of two tiny readers and of 8B ones."""
 
+import dataclasses
 import functools
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +11,7 @@ from configs import pair_8b
 from lw_jax.benchmarking import timing
 from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
-from lw_jax.planning import host_memory, plan_tables, planner, simulation, start_plan
+from lw_jax.planning import gpus, hardware, host_memory, plan_tables, planner, simulation, start_plan
 from lw_jax.planning.roofline import Speed
 from tests import tiny
 
@@ -88,6 +90,18 @@ def test_a_run_with_steps_needs_room_and_time_for_its_start(root):
     between = (max(ample.chosen.peak_bytes, ample.validation.peak_bytes) + ample.start_peak_bytes) / 2
     found = planner.make(tiny.change(cfg, mesh__memory_gb=between / 1e9), "h100x1", estimate=True)
     assert found.chosen is None and "start" in found.candidates[0].obstacle
+
+
+def test_weights_that_a_program_does_not_read_take_nothing_from_its_peak(root):
+    cfg = tiny.make_config(root, only="llama", **CACHE, mesh__placement="single")
+    sizes = {"argument": 0, "temp": 7_000_000, "output": 1_000_000, "alias": 0}  # as of all arguments dropped
+    analysis = SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in sizes.items()})
+    target = hardware.absent(cfg, gpus.parse("h100x1"), compiler=False)
+    on = dataclasses.replace(target, compile=lambda _: SimpleNamespace(memory_analysis=lambda: analysis))
+    plan = start_plan.make(cfg, on, None)
+    assert plan.chosen is not None
+    reader, text = plan.chosen.readers["llama"], plan.rows * plan.tokens * 5  # ids and mask
+    assert 8_000_000 + text < reader.reading.peak_bytes < reader.writing.peak_bytes < 8_000_000 + 2 * text
 
 
 def test_the_cpu_is_planned_by_compiling_and_as_json(root, capsys, monkeypatch):
