@@ -215,7 +215,7 @@ def _array(jobs: Sequence[Job], whole: Job, site: Site) -> list[str]:
 def _sequence(jobs: Sequence[Job], whole: Job, site: Site) -> list[str]:
     """Returns the lines of a sequence: a failing task lets the next ones run, a stopped or killed one ends the job.
 
-    A requeued job starts its finished tasks again; they find their last step done and exit at once.
+    A requeued job starts its finished tasks again; they find their last step done, load no model and exit.
     """
     lines = ["code=0 last=0 failed="]
     for job in jobs:

@@ -143,10 +143,10 @@ class Run:
         self.reporter.say(f"resuming from step {restored.step}")
         self.state, self._saved = restored.state, restored.step
         self._loader.restore(restored.data)
-        if self._frozen is None:
-            self._frozen = self.recipe.load_frozen()
         self.first_step = restored.step
         self._revalidate = self._is_validated(restored.step) and not restored.metrics
+        if self._frozen is None and (self._revalidate or restored.step < self.cfg.train.steps):
+            self._frozen = self.recipe.load_frozen()
 
     def _initialise(self) -> None:
         weights = self.recipe.build(self._frozen)

@@ -11,19 +11,21 @@ from lw_jax.core import progress
 from lw_jax.core.errors import UserError
 from lw_jax.data import batches, examples
 from lw_jax.recipes import selfmade
+from lw_jax.recipes.ttt import TTT
 from lw_jax.training import hardware_record, trainer
 from tests import tiny
 from tests.commands import PROJECT
 from tests.invariant.test_out_of_memory import Failing
 
 
-def test_a_start_that_is_refused_or_finds_the_run_finished_changes_no_record(tmp_path):
+def test_a_start_that_is_refused_or_finds_the_run_finished_loads_no_model_and_changes_no_record(tmp_path, monkeypatch):
     cfg, calls = tiny.make_ttt_config(tmp_path / "data", train__steps=4, mesh__placement="single"), []
     folder = tiny.start_folder(tmp_path / "run", cfg)
     assert train.main(cfg, folder, lambda: calls.append("begun")) == 0 and calls == ["begun"]
     hardware = folder / "hardware.json"
     hardware.write_text(hardware.read_text().replace("cpu", "gpu"))
     before = hardware.read_text()
+    monkeypatch.setattr(TTT, "load_frozen", lambda recipe: pytest.fail("models were loaded"))
     assert train.main(cfg, folder, lambda: calls.append("again")) == 0
     text = tmp_path / "data" / "text.txt"
     text.write_text(text.read_text() + "another line\n")
