@@ -72,6 +72,7 @@ class Card:
     nvlinks: int = 0  # 0: PCIe only
     link: float  # between two GPUs of one node, per direction and GPU
     network: float  # between nodes, per direction and GPU
+    shares_network: bool = False  # `network` is a node's: its GPUs divide it
 
     @property
     def proto(self) -> str:
@@ -215,6 +216,7 @@ CARDS: dict[str, Card] = {
             peak={"bf16": 165.2e12, "tf32": 82.6e12, "fp32": 82.6e12, "fp8": 330.3e12, "int8": 660.6e12},  # Ada
             link=15e9,  # through the host's memory, see above
             network=1.25e9,  # assumed: 10 Gb/s Ethernet
+            shares_network=True,
             **_ADA,
         ),
         Card(
@@ -264,7 +266,8 @@ class Target:
         if not self.spans_hosts(group):
             return self.card.link
         members = min(Counter(device // self.per_host for device in group).values())
-        return min(self.card.link, members * self.card.network)
+        port = self.card.network / (self.per_host if self.card.shares_network else 1)
+        return min(self.card.link, members * port)
 
 
 def parse(text: str) -> Target:

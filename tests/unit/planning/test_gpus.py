@@ -69,6 +69,8 @@ def test_link_is_nvlink_inside_a_node_and_the_nodes_ports_between_them():
     assert target.link_bandwidth((0, 1, 2, 8, 9, 10)) == 3 * card.network
     assert target.link_bandwidth((0, 1, 2, 8)) == card.network  # the node with one port is the narrowest
     assert target.link_bandwidth(range(16)) == 8 * card.network < card.link
+    network, desktops = gpus.CARDS["rtx4090"].network, gpus.parse("2xrtx4090x4")  # of one port a node
+    assert (desktops.link_bandwidth(range(8)), desktops.link_bandwidth((0, 4))) == (network, network / 4)
     assert gpus.parse("l40sx4").link_bandwidth(range(4)) == gpus.CARDS["l40s"].link
 
 
