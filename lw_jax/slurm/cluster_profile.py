@@ -139,15 +139,19 @@ def pace(hours: float, train: Train) -> tuple[float, float]:
     return step, step * max(1, preflight.save_interval(train))
 
 
-def hours_of_run(hours: float, basis: str, plan: Plan, train: Train) -> tuple[float, str]:
-    """Returns the hours of the steps with those of start and validations (in proportion), and what the basis says."""
-    start = plan.start_hours or 0.0
+def hours_of_run(hours: float, basis: str, plan: Plan, train: Train, done: int = 0) -> tuple[float, str]:
+    """Returns the hours of the steps with those of start and validations (in proportion), and what the basis says.
+
+    Of a run that resumes behind `done` steps it is what is left.
+    """
     if plan.hours and plan.validation_hours is not None:
-        return start + hours + hours * plan.validation_hours / plan.hours, f"{basis}, validations included"
-    if not train.steps:
-        return hours, basis
-    # The last step is validated, whatever train.eval_every is.
-    return start + hours, f"{basis}, {ALL_HELD_OUT if plan.hours else UNTIMED}"
+        hours, basis = hours + hours * plan.validation_hours / plan.hours, f"{basis}, validations included"
+    elif train.steps:  # the last one is validated, whatever train.eval_every is
+        basis = f"{basis}, {ALL_HELD_OUT if plan.hours else UNTIMED}"
+    if not done:
+        return hours + (plan.start_hours or 0.0), basis
+    left = max(train.steps - done, 0)
+    return hours * left / train.steps, f"{basis}, {left:,} of {train.steps:,} steps left"
 
 
 def inspect(plan: Plan, train: Train) -> list[Finding]:

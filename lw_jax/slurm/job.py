@@ -14,6 +14,7 @@ from lw_jax.planning.plans import Plan
 from lw_jax.slurm import cluster_profile
 from lw_jax.slurm.cluster_profile import Duration, Site, clock
 from lw_jax.slurm.past_runs import Record
+from lw_jax.training import checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,11 +59,11 @@ def make_job(
         )
     hours, basis = _time(plan, steps=cfg.train.steps, requested=request.hours, record=record)
     step_seconds, checkpoint_seconds = cluster_profile.pace(hours, cfg.train)
-    start_hours = 0.0
+    start_hours, done = 0.0, checkpoint.newest_step(workdir)
     if request.hours is None:
-        start_hours = plan.start_hours or 0.0
-        hours, basis = cluster_profile.hours_of_run(hours, basis, plan, cfg.train)
-        if plan.caching_key:
+        start_hours = 0.0 if done else plan.start_hours or 0.0
+        hours, basis = cluster_profile.hours_of_run(hours, basis, plan, cfg.train, done)
+        if plan.caching_key and not done:
             basis += f", without filling the cache of {plan.caching_key}"
     method = "compiled" if plan.compiled else "estimated, not compiled"
     origin = f"plan {plan.target} ({method}): {plan.chosen.describe()}"

@@ -36,7 +36,7 @@ def compare(plans: Sequence[Plan], *, hours: float) -> list[str]:
     Compiled and estimated hours differ by up to a half, so they never share a column: if a size is only estimated,
     every size has its estimate in separate columns.
     """
-    predicted = plans[0].hours or hours
+    predicted = plans[0].hours or hours or 1.0  # a finished run has none left
     plans, factor = [dataclasses.replace(plans[0], hours=predicted), *plans[1:]], hours / predicted
     bases = [{plan.target: plan for plan in reversed(plans) if plan.compiled is basis} for basis in (True, False)]
     mixed = all(bases)

@@ -317,6 +317,12 @@ def _rank(records: dict[int, dict[str, Any]], *, best: bool) -> list[int]:
     return sorted(scored, key=lambda step: (scored[step], -step)) + sorted(records.keys() - scored, reverse=True)
 
 
+def newest_step(workdir: Path) -> int:
+    """Returns the step of a run's newest checkpoint, 0 where there is none; nothing of it is read."""
+    records = (workdir / "checkpoints").glob(f"*/{RECORD}")
+    return max((int(path.parent.name) for path in records if path.parent.name.isdecimal()), default=0)
+
+
 def read_best(workdir: Path, trainable: Tree, *, identity: dict[str, Any] | None) -> Restored:
     """Returns the trainable parameters of a run's best checkpoint (the latest where none was validated).
 

@@ -14,6 +14,7 @@ from lw_jax.core import command_line, config, config_file, environment, validati
 from lw_jax.core.errors import UserError
 from lw_jax.planning import placement_search, plans
 from lw_jax.planning.plans import StepCandidate, StepPlan
+from lw_jax.slurm import size_comparison
 from lw_jax.slurm.cluster_profile import Site, limit
 from lw_jax.slurm.job import Job, Request, make_job
 from lw_jax.slurm.past_runs import Record
@@ -180,6 +181,20 @@ def test_validations_are_in_the_hours_and_not_in_the_pace_of_steps() -> None:
     uncounted = planned(validation_hours=0.0, caching_key="dpo.reference")
     assert make(uncounted).basis == "predicted, validations included, without filling the cache of dpo.reference"
     assert make(uncounted, hours=11.0).basis == "given by --hours"
+
+
+@pytest.mark.parametrize(("done", "left"), [(1500, 0.25), (2000, 0.0)])
+def test_a_run_that_resumes_needs_the_hours_that_are_left(tmp_path, done, left) -> None:
+    for step in ("200", str(done)):
+        (tmp_path / "checkpoints" / step).mkdir(parents=True)
+        (tmp_path / "checkpoints" / step / "record.json").touch()
+    (tmp_path / "checkpoints" / "1900.removed").mkdir()
+    plan, cfg = planned(validation_hours=0.8, start_hours=0.5), resolve(**{"train.steps": 2000})
+    new, job = (make_job(plan, cfg, workdir=at, request=request(), site=SITE) for at in (tmp_path / "a", tmp_path))
+    assert (new.hours, new.start_hours) == (pytest.approx(4.5), 0.5)
+    assert (job.hours, job.start_hours, job.step_seconds) == (pytest.approx(4.0 * left), 0.0, new.step_seconds)
+    assert f"{2000 - done} of 2,000 steps left" in job.basis
+    assert size_comparison.compare([planned(hours=None)], hours=job.hours)
 
 
 def test_hours_without_validations_say_so() -> None:
