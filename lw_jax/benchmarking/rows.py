@@ -1,12 +1,12 @@
 """Rows of a benchmark, measured or predicted, and their table."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lw_jax import recipes
 from lw_jax.benchmarking.timing import Ceilings, Spread
-from lw_jax.core.config import Config
+from lw_jax.core.config import LLM, Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import SHARED, Tree
 from lw_jax.evals.wire_functions import WireFunctions
@@ -170,11 +170,13 @@ def _describe(prompt: workload.PromptShapes) -> str:
     return f"a prompt of {prompt.positions} positions, {prompt.embeddings.shape[1]} of them computed"
 
 
-def table(device: str, ceilings: Ceilings, rows: Sequence[Row]) -> str:
+def table(device: str, ceilings: Ceilings, rows: Sequence[Row], readers: Mapping[str, LLM]) -> str:
     absent = any(row.predicted_seconds is not None for row in rows)
     limits = f"{ceilings.matmul / 1e12:.2f} TFLOP/s, {ceilings.bandwidth / 1e9:.1f} GB/s"
+    eight = sorted({reader.weights for reader in readers.values()} & {"w8a8", "fp8"})
     lines = [
         f"{device}; {'peaks of the data sheet' if absent else 'measured ceilings'} in {ceilings.dtype}: {limits}",
+        *(f"shares are of it for {kind} too, which multiplies in 8 bits: a card may reach more" for kind in eight),
         "",
     ]
     head = ("part", "of", "seconds", "least..most", "samples/s", "tokens/s", "of ceiling", "memory GB", "")

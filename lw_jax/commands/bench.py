@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
     text = json.dumps(_result(benchmark, rows), indent=2) + "\n"
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / FILE).write_text(text, "utf-8")
-    print(text if args.json else table(benchmark.device, benchmark.ceilings, rows), end="")
+    print(text if args.json else table(benchmark.device, benchmark.ceilings, rows, loaded.cfg.llms), end="")
     return 0
 
 

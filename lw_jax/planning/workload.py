@@ -102,7 +102,7 @@ def cache_bytes(model: decoder.DecoderConfig, rows: int, slots: int, dtype: jnp.
 
 
 def arithmetic(cfg: Config, platform: str) -> str:
-    """Returns JAX's name of the type of most products' factors: the narrowest that a reader computes in."""
+    """Returns JAX's name of the type of most products' factors: the narrowest that a reader has beside 8 bits."""
     readers = [of_reader(llm.weights, cfg.compute.dtype, platform) for llm in cfg.llms.values()]
     precisions = readers or [of(cfg.compute.dtype, platform)]
     return min((precision.factors for precision in precisions), key=lambda name: jnp.dtype(name).itemsize)

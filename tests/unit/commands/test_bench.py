@@ -10,6 +10,7 @@ from lw_jax.benchmarking import measurement, rows, timing
 from lw_jax.benchmarking.measurement import Measured
 from lw_jax.benchmarking.rows import Planned, Row
 from lw_jax.benchmarking.timing import Ceilings, Spread
+from lw_jax.core.config import LLM
 from lw_jax.core.errors import UserError
 from lw_jax.planning import gpus
 from lw_jax.training import memory
@@ -103,7 +104,7 @@ def test_what_is_not_here_is_told_and_fetched_only_when_asked_for(wire, monkeypa
     monkeypatch.setattr(wire, "load", lambda: pytest.fail("nothing is to be fetched"))
     (row,) = wire.measure("load", asked=False)
     assert row.seconds is None and "hub/model" in row.why_not
-    assert "not measured" in rows.table("card", CEILINGS, [row])
+    assert "not measured" in rows.table("card", CEILINGS, [row], {})
 
 
 @pytest.mark.parametrize("key", ["train", "validation", "passages"])
@@ -140,14 +141,16 @@ def test_table_tells_every_figure_once():
     row = Row("step", "wire", "4 samples", Spread(0.5, 0.4, 0.7, 5), 8.0, 1234.0, 1e9, 0.25, peak_bytes=2e9)
     row = dataclasses.replace(row, peak_from="device", compile_seconds=12.0, cached_seconds=1.5, padding=0.125)
     row = dataclasses.replace(row, planned=Planned(1.6e9, 0.4, 0.625))
-    lines = rows.table("card", CEILINGS, [row]).splitlines()
+    lines = rows.table("card", CEILINGS, [row], {}).splitlines()
     assert lines[3].split() == "step wire 0.5000 0.4000..0.7000 8.0 1,234 25% matmul 2.000 device 4 samples".split()
     assert "12.0 s" in lines[4] and "1.5 s" in lines[4] and "12.5%" in lines[6]
     assert lines[5].startswith("step, as planned: 1.600 GB (+25.0% measured), 0.4000 s (+25.0% measured), 0.6250 s")
+    told = rows.table("card", CEILINGS, [row], {"a": LLM(weights="fp8"), "b": LLM(weights="nf4")}).splitlines()
+    assert "fp8" in told[1] and [told[0], *told[2:]] == lines
     away = dataclasses.replace(
         row, seconds=None, planned=None, predicted_seconds=0.25, peak_from="compiled", compile_seconds=None
     )
     away = dataclasses.replace(away, compiled_flops=2.5e12, compiled_bytes=3e9, padding=None)
-    absent = rows.table("card", CEILINGS, [away]).splitlines()
+    absent = rows.table("card", CEILINGS, [away], {}).splitlines()
     assert absent[3].split() == "step wire 0.2500 predicted 8.0 1,234 25% matmul 2.000 compiled 4 samples".split()
     assert "2.5 TFLOP" in absent[4] and "3.0 GB" in absent[4]
