@@ -19,6 +19,7 @@ from lw_jax.data.example_counts import DropCounts
 from lw_jax.data.frozen_cache import CachedRows, key_of
 from lw_jax.data.pair_texts import Writer, Written
 from lw_jax.data.pairs import Preference, shared
+from lw_jax.data.prompt_tokens import Reader
 from lw_jax.data.tokens import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ def encode(
     # Where a prompt is cut, its end or what follows it is still read.
     cuts = limits.truncation == "keep_end" or (limits.truncation == "keep_start" and limits.max_prompt)
     limit = None if cuts else max(limits.max_length, limits.max_prompt)
-    split = _tokenize([writer.write(pair) for pair in preferences], tokenizer, limit)
+    split = _tokenize([writer.write(pair) for pair in preferences], Reader(tokenizer, template), limit)
     for (file, key), count in writer.unread.items():
         _log.warning("%s: not read by the chat template: %r (%d rows)", file, key, count)
     pairs, counts = _apply_limits(preferences, split, limits, tokenizer)
@@ -167,7 +168,7 @@ def part(whole: Preferences, buckets: int) -> list[Preferences]:
     ]
 
 
-def _tokenize(written: Sequence[Written], tokenizer: Tokenizer, limit: int | None) -> list[tuple[Pair, bool]]:
+def _tokenize(written: Sequence[Written], reader: Reader, limit: int | None) -> list[tuple[Pair, bool]]:
     """Returns each pair's ids, and whether its prompt lost tokens to the replies; far beyond a limit, some beyond it.
 
     A reply is tokenised after its prompt: alone, SentencePiece would mark it as the start of a word. Where
@@ -175,7 +176,7 @@ def _tokenize(written: Sequence[Written], tokenizer: Tokenizer, limit: int | Non
     """
 
     def read(texts: list[str]) -> list[np.ndarray]:
-        return prompt_tokens.with_begin(tokenizer, prompt_tokens.tokenize(tokenizer, texts, limit=limit))
+        return prompt_tokens.with_begin(reader, prompt_tokens.tokenize(reader.tokenizer, texts, limit=limit))
 
     prompts = read([row.prompt for row in written])
     chosen = read([row.prompt + row.chosen.text for row in written])
@@ -222,9 +223,8 @@ def _apply_limits(
 
 def _opening(prompt: np.ndarray, tokenizer: Tokenizer) -> int:
     """Counts what a cut leaves at the beginning of a prompt: BOS, also where only the template writes it."""
-    if tokenizer.begin:
-        return len(tokenizer.begin)
-    return int(len(prompt) > 0 and int(prompt[0]) == tokenizer.backend.bos_token_id)
+    begin = tokenizer.begin or (tokenizer.backend.bos_token_id,)
+    return len(begin) if tuple(prompt[: len(begin)].tolist()) == begin else 0
 
 
 def _fit(pair: Pair, limits: DPO, head: int) -> Pair | str:

@@ -94,7 +94,7 @@ class ReaderPass:
     """One reader's tokenisation of all examples."""
 
     def __init__(self, name: str, reader: Reader, layout: Layout, ledger: DropCounts) -> None:
-        self.name, self.tokenizer, self.layout, self.ledger = name, reader.tokenizer, layout, ledger
+        self.name, self.reader, self.layout, self.ledger = name, reader, layout, ledger
         self.frame = make_frame(name, reader, layout.prompt)
         self.context_tokens: dict[str, list[int]] = {}  # prompt field -> tokens of each prompt that hold the context
 
@@ -138,8 +138,8 @@ class ReaderPass:
     def _tokenize(self, texts: list[str], *, begin: bool = False, limit: int | None = None) -> list[np.ndarray]:
         """Returns the ids of texts that begin a prompt, or that stand behind its beginning."""
         if begin:
-            return with_begin(self.tokenizer, tokenize(self.tokenizer, texts, limit=limit))
-        return tokenize_behind(self.tokenizer, texts, limit=limit)
+            return with_begin(self.reader, tokenize(self.reader.tokenizer, texts, limit=limit))
+        return tokenize_behind(self.reader.tokenizer, texts, limit=limit)
 
     def _limit(self, ids: list[np.ndarray], texts: list[str], reason: str, key: str) -> None:
         limit = getattr(self.layout.data, key)
@@ -346,12 +346,12 @@ def tokenize_behind(tokenizer: Tokenizer, texts: list[str], *, limit: int | None
 
 def shared_prefix(name: str, reader: Reader, prompt: config.Prompt) -> np.ndarray:
     """Returns the ids of a reader's prompt up to the context, BOS included."""
-    return with_begin(reader.tokenizer, tokenize(reader.tokenizer, [make_frame(name, reader, prompt).before]))[0]
+    return with_begin(reader, tokenize(reader.tokenizer, [make_frame(name, reader, prompt).before]))[0]
 
 
-def with_begin(tokenizer: Tokenizer, rows: list[np.ndarray]) -> list[np.ndarray]:
-    """Returns the rows with the tokenizer's first ids, unless they begin with them."""
-    return [marked(row, tokenizer.begin) for row in rows]
+def with_begin(reader: Reader, rows: list[np.ndarray]) -> list[np.ndarray]:
+    """Returns the rows with the tokenizer's first ids, unless they begin with them; a chat template writes its own."""
+    return rows if reader.template == "chat" else [marked(row, reader.tokenizer.begin) for row in rows]
 
 
 def _count(ids: np.ndarray, text: str, limit: int) -> str:

@@ -156,7 +156,8 @@ class LM:
             raise UserError(f"generate: max_new_tokens={max_new_tokens}: give at least 1")
         if not temperature >= 0:
             raise UserError(f"generate: temperature={temperature}: give 0 (greedy) or more")
-        rows = prompt_tokens.with_begin(self.tokenizer, prompt_tokens.tokenize(self.tokenizer, list(texts)))
+        plain = prompt_tokens.Reader(self.tokenizer, "plain")
+        rows = prompt_tokens.with_begin(plain, prompt_tokens.tokenize(self.tokenizer, list(texts)))
         if not rows or not all(map(len, rows)):
             raise UserError(f"generate: texts={list(texts)!r}: give at least one, each of at least one token")
         width = max(map(len, rows))

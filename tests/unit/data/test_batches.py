@@ -105,11 +105,11 @@ def test_begin_ids_stand_first_and_once():
     readers = {
         "plain": Reader(TOK, "plain"),
         "chat": Reader(TOK, "chat"),  # its template writes <s> itself
-        "bare": Reader(train(431, chat=f"<|user|>{USER}<|end|>"), "chat"),
+        "bare": Reader(train(431, chat=f"<|user|>{USER}<|end|>"), "chat"),  # and this one none
         "none": Reader(OTHER, "plain"),
     }
     out = batches.encode(CARDS[:3], layout=layout(readers=readers), rows=ALL_ROWS).collate([2, 0])["readers"]
-    for name, expected in (("plain", 1), ("chat", 1), ("bare", 1), ("none", 0)):
+    for name, expected in (("plain", 1), ("chat", 1), ("bare", 0), ("none", 0)):
         for key in ("before", "text", "none", "truncated"):
             ids = valid(out[name][key], 0)
             assert (ids.count(bos), ids[0] == bos) == (expected, bool(expected)), (name, key)

@@ -72,7 +72,7 @@ FAMILIES = {
         "<s>",
         "</s>",
         ZEPHYR + ask("<|assistant|>\n"),
-        "<s><|user|>\nhi he</s>\n<|assistant|>\n",
+        "<|user|>\nhi he</s>\n<|assistant|>\n",  # no BOS: the template writes none
         "</s>",
     ),
 }
@@ -210,6 +210,14 @@ def test_bos_before_response_in_the_data_is_taken_away(load, family, template):
 def test_bos_in_a_plain_prompt_is_not_doubled(load):
     marked, clean = (Preference("f:1", begin + "hi", "hey", "no") for begin in ("<|begin_of_text|>", ""))
     assert whole(encode_one(load("llama3"), marked, "plain")) == whole(encode_one(load("llama3"), clean, "plain"))
+
+
+def test_a_cut_prompt_that_has_no_bos_keeps_nothing_of_its_start(load):
+    whole, cut = (
+        encode_one(load("tinyllama"), talk(), limits=DPO(max_length=1000, max_prompt=size, truncation="keep_end"))
+        for size in (0, 7)
+    )
+    assert cut.prompt.tolist() == whole.prompt[-7:].tolist()
 
 
 # --- the boundary between prompt and reply ---
