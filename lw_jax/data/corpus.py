@@ -255,15 +255,9 @@ def _encode_texts(texts: list[str], behind: list[bool], tokenizer: TextTokenizer
     """Returns each text's ids; one `behind` another of its document has no blank before it that is not there."""
     if not any(behind) or not _adds_blank(tokenizer):
         return tokenizer.encode_batch(texts)
-    # SentencePiece puts a blank before a text, and none behind a break; two breaks may be one token.
-    marks = [("a" if text.startswith("\n") else "\n") * later for text, later in zip(texts, behind, strict=True)]
-    encoded = tokenizer.encode_spans([mark + text for mark, text in zip(marks, texts, strict=True)])
-    rows = []
-    for text, mark, (ids, places) in zip(texts, marks, encoded, strict=True):
-        first = next((i for i, end in enumerate(places[:, 1]) if end > len(mark)), len(ids)) if mark else 0
-        joint = mark and first < len(ids) and places[first, 0] < len(mark)  # a token of mark and text
-        rows.append(tokenizer.encode_batch([text])[0] if joint else ids[first:])
-    return rows
+    fresh = iter(tokenizer.encode_batch([text for text, later in zip(texts, behind, strict=True) if not later]))
+    rest = iter(tokenizer.encode_behind([text for text, later in zip(texts, behind, strict=True) if later]))
+    return [next(rest if later else fresh) for later in behind]
 
 
 def _adds_blank(tokenizer: TextTokenizer) -> TypeGuard[Tokenizer]:

@@ -129,7 +129,7 @@ class ReaderPass:
             fields["none"] = self._tokenize([self.frame.before + text for text in after_texts], begin=True, limit=limit)
             self.context_tokens["none"] = [0] * len(examples)
         if "truncated" in rows:
-            contexts = self._tokenize([example.context for example in examples], limit=self.layout.slots)
+            contexts = self._tokenize_contexts(examples, limit=self.layout.slots)
             contexts = [ids[:most] for ids, most in zip(contexts, slots, strict=True)]
             fields["truncated"] = [np.concatenate([before, c, a]) for c, a in zip(contexts, question, strict=True)]
             self.context_tokens["truncated"] = [len(ids) for ids in contexts]
@@ -139,7 +139,10 @@ class ReaderPass:
         """Returns the ids of texts that begin a prompt, or that stand behind its beginning."""
         if begin:
             return with_begin(self.reader, tokenize(self.reader.tokenizer, texts, limit=limit))
-        return tokenize_behind(self.reader.tokenizer, texts, limit=limit)
+        return tokenize(self.reader.tokenizer, texts, limit=limit, behind=True)
+
+    def _tokenize_contexts(self, examples: Sequence[Example], *, limit: int) -> list[np.ndarray]:
+        return tokenize_contexts(self.reader.tokenizer, self.frame, [e.context for e in examples], limit=limit)
 
     def _limit(self, ids: list[np.ndarray], texts: list[str], reason: str, key: str) -> None:
         limit = getattr(self.layout.data, key)
@@ -223,7 +226,7 @@ class ReaderPass:
     ) -> list[np.ndarray]:
         """Returns the ids up to the question, tokenised by themselves; the limit counts the question too."""
         limit = self.layout.data.context_tokens
-        contexts = self._tokenize([example.context for example in examples], limit=limit)
+        contexts = self._tokenize_contexts(examples, limit=limit)
         for i, (ids, after) in enumerate(zip(contexts, question, strict=True)):
             room = limit - len(before) - len(after)
             if len(ids) <= room:
@@ -298,8 +301,10 @@ def _read_reply(tokenizer: Tokenizer, text: str, turns: Sequence[Mapping[str, st
     return gap if before.startswith(text) and gap.isspace() else "", end
 
 
-def tokenize(tokenizer: AnyTokenizer, texts: list[str], *, limit: int | None = None) -> list[np.ndarray]:
-    """Returns the ids of each text, i32, with nothing added.
+def tokenize(
+    tokenizer: AnyTokenizer, texts: list[str], *, limit: int | None = None, behind: bool = False
+) -> list[np.ndarray]:
+    """Returns the ids of each text, i32, with nothing added; `behind`: of texts that follow another one.
 
     With a limit, only a prefix of a far longer text is tokenised: more than `limit` ids, the first `limit` of them the
     whole text's. So an overlong text is detected without tokenising megabytes. Equal texts, as those of several
@@ -307,7 +312,7 @@ def tokenize(tokenizer: AnyTokenizer, texts: list[str], *, limit: int | None = N
     that JavaScript has cut inside an emoji.
     """
     if len(distinct := list(dict.fromkeys(texts))) < len(texts):
-        known = dict(zip(distinct, tokenize(tokenizer, distinct, limit=limit), strict=True))
+        known = dict(zip(distinct, tokenize(tokenizer, distinct, limit=limit, behind=behind), strict=True))
         return [known[text] for text in texts]
     for text in texts:
         try:
@@ -316,11 +321,12 @@ def tokenize(tokenizer: AnyTokenizer, texts: list[str], *, limit: int | None = N
             near = text[max(0, error.start - 20) : error.end + 20]
             rule = f"{text[error.start]!r} is half of a surrogate pair, which no UTF-8 text has"
             raise UserError(f"text {near!r}: {rule}; remove it, or cut texts between characters") from error
+    encode = tokenizer.encode_behind if behind and isinstance(tokenizer, Tokenizer) else tokenizer.encode_batch
     chunk = 1024  # the library's encodings take many times the memory of their ids, so only a chunk is held
     starts = range(0, len(texts), chunk)
     size = None if limit is None else WIDEST * (limit + MARGIN)
     cut = [text[:size] for text in texts]
-    ids = [row for i in starts for row in tokenizer.encode_batch(cut[i : i + chunk])]
+    ids = [row for i in starts for row in encode(cut[i : i + chunk])]
     if limit is None or size is None:
         return ids
     for i, text in enumerate(texts):
@@ -328,20 +334,19 @@ def tokenize(tokenizer: AnyTokenizer, texts: list[str], *, limit: int | None = N
         # The last ids of a prefix are of a cut word; a tokenizer may make one id of very many characters.
         while len(text) > read and len(ids[i]) < limit + MARGIN:
             read *= 4
-            (ids[i],) = tokenizer.encode_batch([text[:read]])
+            (ids[i],) = encode([text[:read]])
     return ids
 
 
-def tokenize_behind(tokenizer: Tokenizer, texts: list[str], *, limit: int | None = None) -> list[np.ndarray]:
-    """Returns `tokenize` of texts that follow another one.
+def tokenize_contexts(
+    tokenizer: Tokenizer, frame: Frame, texts: list[str], *, limit: int | None = None
+) -> list[np.ndarray]:
+    """Returns `tokenize` of texts in the place of the context, with SentencePiece's blank where the prompt has it.
 
-    The blank that SentencePiece adds to a text is left out where it is a token by itself, as before a line break.
+    It has it at its beginning, and with some tokenizers behind a special token.
     """
-    rows = tokenize(tokenizer, texts, limit=limit)
-    if not tokenizer.adds_blank:
-        return rows
-    blank = tokenizer.backend.convert_tokens_to_ids("\u2581")
-    return [ids[1:] if len(ids) and ids[0] == blank else ids for ids in rows]
+    apart = [*tokenizer.encode(frame.before), *tokenizer.encode("a")]
+    return tokenize(tokenizer, texts, limit=limit, behind=tokenizer.encode(frame.before + "a") != apart)
 
 
 def shared_prefix(name: str, reader: Reader, prompt: config.Prompt) -> np.ndarray:

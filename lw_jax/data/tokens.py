@@ -73,6 +73,20 @@ class Tokenizer:
         encoded = self.backend.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(e.ids, np.int32) for e in encoded]
 
+    def encode_behind(self, texts: list[str]) -> list[np.ndarray]:
+        """Returns the ids of texts that follow another one: without the blank that SentencePiece puts before a text."""
+        if not self.adds_blank:
+            return self.encode_batch(texts)
+        # It puts none behind a break; breaks and blanks may be one token.
+        marks = ["a" if text[:1].isspace() else "\n" for text in texts]
+        starts = {mark: self.encode(mark) for mark in "a\n"}
+        rows = self.encode_batch([mark + text for mark, text in zip(marks, texts, strict=True)])
+        for i, (mark, text) in enumerate(zip(marks, texts, strict=True)):
+            size = len(starts[mark])
+            joint = rows[i][:size].tolist() != starts[mark]  # a token of mark and text
+            rows[i] = self.encode_batch([text])[0] if joint else rows[i][size:]
+        return rows
+
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of ids, special tokens skipped, nothing tidied."""
         return self.backend.backend_tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)

@@ -57,7 +57,8 @@ def attach(encoded: Encoded, layout: Layout) -> CacheEncoded:
             text_ids = [ids[len(start) :] for ids, start in zip(fields["context"].ids, before.ids, strict=True)]
         else:
             texts = [example.context for example in encoded.examples]
-            text_ids = prompt_tokens.tokenize_behind(layout.readers[name].tokenizer, texts)
+            frame = prompt_tokens.make_frame(name, layout.readers[name], layout.prompt)
+            text_ids = prompt_tokens.tokenize_contexts(layout.readers[name].tokenizer, frame, texts)
             fields = fields | {"after": batches.field([again] * len(text_ids), before.pad, left=True)}
         ragged = {
             "own": text_ids,
@@ -75,7 +76,7 @@ def ask_again(name: str, layout: Layout) -> np.ndarray:
     """Returns the ids that ask a reader, behind a text, for its repetition."""
     reader = layout.readers[name]
     frame = prompt_tokens.make_frame(name, reader, layout.prompt)
-    return prompt_tokens.tokenize_behind(reader.tokenizer, [frame.after(REPEAT) + frame.gap])[0]
+    return prompt_tokens.tokenize(reader.tokenizer, [frame.after(REPEAT) + frame.gap], behind=True)[0]
 
 
 def round_columns(length: int) -> int:

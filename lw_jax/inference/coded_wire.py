@@ -80,8 +80,9 @@ class CodedWire(Answering):
     def _encode(self, text: str, name: str, ratios: list[int]) -> Section:
         layout, config = self.recipe.layout, self.recipe.wire.readers[name].config
         reader = layout.readers[name]
+        frame = prompt_tokens.make_frame(name, reader, layout.prompt)
         ids = {
-            "own": prompt_tokens.tokenize_behind(reader.tokenizer, [text])[0],
+            "own": prompt_tokens.tokenize_contexts(reader.tokenizer, frame, [text])[0],
             "before": prompt_tokens.shared_prefix(name, reader, layout.prompt),
             "again": cache_rows.ask_again(name, layout),
         }

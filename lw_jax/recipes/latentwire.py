@@ -348,8 +348,5 @@ def _match_pieces(body: Tokenizer, reader: Tokenizer, count: int) -> jax.Array:
     mark = body.encode("a")  # alone, a token of SentencePiece is decoded without its blank
     alone = body.decode(mark)
     texts = [body.decode([*mark, i]).removeprefix(alone) if i < body.vocab else "" for i in range(count)]
-    before = "\n" if reader.adds_blank else ""  # SentencePiece puts a blank before a text, and none behind a break
-    first = len(reader.encode(before))
-    ids = reader.encode_batch([before + text for text in texts])
-    pieces = [np.array(row[first : first + PIECES], np.int32) for row in ids]
+    pieces = [row[:PIECES] for row in reader.encode_behind(texts)]
     return jnp.asarray(batches.Field(pieces, PIECES, -1, left=False).collate(range(count))["ids"])

@@ -168,6 +168,14 @@ def test_none_keeps_the_question_and_truncated_the_first_slots_tokens_too(batch)
     assert "Context:\n\nQuestion:" in TOK.decode(valid(batch["readers"]["a"]["none"], 0))
 
 
+def test_a_context_alone_has_the_ids_of_the_whole_prompt_s(sentencepiece):
+    spec = layout(readers={"a": Reader(sentencepiece, "plain")})
+    fields = batches.encode([Example("x", "a dog", "q", ("a",))], layout=spec, rows=("text", "context", "truncated"))
+    out = fields.collate([0])["readers"]["a"]
+    whole, after = valid(out["text"], 0), valid(out["after"], 0)
+    assert [*valid(out["context"], 0), *after] == valid(out["truncated"], 0) == whole
+
+
 def test_padding_side_dtype_and_width(batch):
     for fields in batch["readers"].values():
         for key in ("before", "after", "text", "none", "truncated"):

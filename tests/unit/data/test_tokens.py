@@ -235,9 +235,18 @@ def test_a_continuation_begins_as_behind_its_text(sentencepiece):
 
 def test_a_question_behind_a_text_has_the_ids_of_both_together(sentencepiece, gguf):
     for tokenizer in (sentencepiece, gguf):
-        for text in (" cat", " a dog", "s"):
-            (ids,) = prompt_tokens.tokenize_behind(tokenizer, [text])
+        for text in (" cat", " a dog", "s", "a", "\na"):
+            (ids,) = prompt_tokens.tokenize(tokenizer, [text], behind=True)
             assert ids.tolist() == tokenizer.encode("the" + text)[len(tokenizer.encode("the")) :]
+
+
+@pytest.mark.parametrize("before", ["", "the\n", "the ", "the", "<e>"])
+def test_a_text_in_the_place_of_the_context_has_a_blank_before_it_where_the_prompt_has_it(sentencepiece, gguf, before):
+    for tokenizer in (sentencepiece, gguf):
+        for text in ("cat", "a dog", " a dog", "\na"):
+            (ids,) = prompt_tokens.tokenize_contexts(tokenizer, prompt_tokens.Frame(before, "", "", "", 0), [text])
+            parts = tokenizer.backend.convert_ids_to_tokens([*tokenizer.encode(before), *ids.tolist()])
+            assert "".join(parts) == "".join(tokenizer.backend.convert_ids_to_tokens(tokenizer.encode(before + text)))
 
 
 def test_generation_ends_where_transformers_does(tmp_path, sentencepiece):
