@@ -1,6 +1,7 @@
 """A tokenizer of a model's folder, as transformers reads it, or rebuilt from the metadata of a .gguf file."""
 
 import contextlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,11 +16,12 @@ from lw_jax.hub.config_json import Kind, read_or_default
 from lw_jax.hub.gguf_header import read_header
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**24)]
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 _FETCH = "fetch the tokenizer's files again"
+_OF_THIS_LOAD = ("backend", "is_local", "local_files_only")  # not the tokenizer's, though transformers 5 writes them
 
 # The tokenizer, the ids at which generation ends beside EOS, and the rows of the model's embedding table; None without
 # a model in the folder.
@@ -100,6 +102,17 @@ def _from_folder(folder: Path) -> Loaded:
     if fast.eos_token_id is None and stops:  # GPT-2's files name none: transformers has it in its class
         fast.eos_token = fast.convert_ids_to_tokens(stops[0])
     return fast, stops, read_or_default(folder / "config.json", Kind).vocab_size
+
+
+def save(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    """Writes a tokenizer's files in the words of transformers 4, which 5 reads as well."""
+    tokenizer.save_pretrained(str(folder))
+    file = folder / "tokenizer_config.json"
+    stated = {key: value for key, value in json.loads(file.read_text("utf-8")).items() if key not in _OF_THIS_LOAD}
+    if isinstance(stated.get("extra_special_tokens"), list):
+        stated["additional_special_tokens"] = stated.pop("extra_special_tokens")
+    stated |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
+    file.write_text(json.dumps(stated, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 # --- GGUF

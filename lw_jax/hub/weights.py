@@ -19,7 +19,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.files import whole
 from lw_jax.core.progress import phase
 from lw_jax.core.types import Tree
-from lw_jax.hub import awq, bert_family, families, gguf_family, ttt_family
+from lw_jax.hub import awq, bert_family, families, gguf_family, tokenizer_files, ttt_family
 from lw_jax.hub.config_json import Kind, read_or_default
 from lw_jax.hub.families import Place
 from lw_jax.hub.gguf_header import read_header
@@ -414,7 +414,7 @@ def _write(
         dtype = str(next(iter(tensors.values())).dtype)
         config.write_text(json.dumps(fields | {"torch_dtype": dtype}, indent=2) + "\n", "utf-8")
         if tokenizer is not None:
-            tokenizer.save_pretrained(words)
+            tokenizer_files.save(tokenizer, Path(words))
         if generation is not None:
             marks = {name: fields[name] for name in ("bos_token_id", "pad_token_id") if fields.get(name) is not None}
             Path(words, "generation_config.json").write_text(

@@ -14,8 +14,10 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file, save_file
+from transformers import AutoTokenizer
 
 from lw_jax.core.errors import UserError
+from lw_jax.data.tokens import byte_backend
 from lw_jax.hub import gguf_family, tensor_files, weights
 from lw_jax.models import decoder
 from lw_jax.models.rotary import Llama3Scaling, llama3_factors
@@ -79,6 +81,7 @@ class Words:
         (Path(folder) / "templates").mkdir()
         (Path(folder) / "templates" / "tool.jinja").write_bytes(self.text)
         (Path(folder) / "tokenizer.json").write_bytes(self.text)
+        (Path(folder) / "tokenizer_config.json").write_text(json.dumps({"text": str(self.text)}))
         if self.fails:
             tiny.no_space()
 
@@ -104,7 +107,8 @@ def test_model_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, mon
     params = tiny.draw_decoder(LLAMA)
     weights.save(tmp_path, params, LLAMA, model_type="llama", tokenizer=Words(b"one"))
     before = tiny.contents(tmp_path)
-    assert before.keys() == {"config.json", "model.safetensors", "tokenizer.json", "templates/tool.jinja"}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json", "templates/tool.jinja"}
+    assert before.keys() == {"config.json", "model.safetensors", *tokenizer}
     other, cfg = jax.tree.map(lambda x: 2 * x, params), dataclasses.replace(LLAMA, rope_theta=7.0)
     with monkeypatch.context() as patch:
         if file == "model.safetensors":
@@ -118,6 +122,21 @@ def test_model_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, mon
     weights.save(tmp_path, other, cfg, model_type="llama", tokenizer=Words(b"other"))
     found = tiny.contents(tmp_path)
     assert found.keys() == before.keys() and not set(found.values()) & set(before.values())
+
+
+def test_saved_tokenizer_states_what_transformers_4_knows(tmp_path):
+    words = byte_backend()
+    words.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    for name in ("one", "again"):  # the second from what was loaded
+        weights.save(tmp_path / name, tiny.draw_decoder(LLAMA), LLAMA, model_type="llama", tokenizer=words)
+        stated = json.loads((tmp_path / name / "tokenizer_config.json").read_text())
+        assert stated["tokenizer_class"] == "PreTrainedTokenizerFast", "in 5 the other name of TokenizersBackend"
+        assert stated["additional_special_tokens"] == ["<|im_start|>"]
+        assert "token_type_ids" not in stated["model_input_names"], "no decoder takes them"
+        assert not stated.keys() & {"backend", "is_local", "local_files_only", "extra_special_tokens"}
+        words = AutoTokenizer.from_pretrained(tmp_path / name)
+        assert words("<|im_start|>caf\u00e9").input_ids == [257, *"caf\u00e9".encode()]
+        assert "<|im_start|>" in words.all_special_tokens
 
 
 def test_several_files_give_the_same_as_one(llama):
