@@ -332,5 +332,5 @@ def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
         "tie_word_embeddings": cfg.tied,
         "pad_token_id": None,  # or Phi-3's default, beyond a small vocabulary
         "rope_theta": cfg.rope_theta,
-        "rope_scaling": None if cfg.rope_scaling is None else rope_fields.write_scaling(cfg.rope_scaling),
+        "rope_scaling": cfg.rope_scaling and rope_fields.write_scaling(cfg.rope_scaling, cfg.max_positions),
     } | {key: value for key, value in optional.items() if key in family.read}

@@ -66,18 +66,24 @@ def _long_rope(rope: Rope, stated: Decoder, rotated: int, where: str) -> LongRop
     extension = rope.factor or stated.max_position_embeddings / original
     gain = rope.attention_factor
     if gain is None:
-        gain = math.sqrt(1 + math.log(extension) / math.log(original)) if extension > 1 else 1.0
+        gain = _gain(extension, original)
     return LongRope(short, long, original, gain)
 
 
-def write_scaling(scaling: Llama3Scaling | LongRope) -> dict[str, Any]:
+def _gain(extension: float, original: int) -> float:
+    return math.sqrt(1 + math.log(extension) / math.log(original)) if extension > 1 else 1.0
+
+
+def write_scaling(scaling: Llama3Scaling | LongRope, max_positions: int = 0) -> dict[str, Any]:
+    """Returns the fields of `rope_scaling`; `max_positions` are a LongRope model's."""
     if isinstance(scaling, LongRope):
-        return {
-            "rope_type": "longrope",
+        original = scaling.original_max_positions
+        implied = original > 1 and scaling.gain == _gain(max_positions / original, original)
+        return {  # transformers 4 takes these three alone, in this spelling
+            "type": "longrope",
             "short_factor": list(scaling.short),
             "long_factor": list(scaling.long),
-            "attention_factor": scaling.gain,
-        }
+        } | ({} if implied else {"attention_factor": scaling.gain})
     return {
         "rope_type": "llama3",
         "factor": scaling.factor,

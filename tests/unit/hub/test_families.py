@@ -153,6 +153,14 @@ def test_every_field_that_transformers_writes_by_default_is_passed_over(tmp_path
     assert (cfg.width, cfg.layers) == (64, 2)
 
 
+def test_longrope_is_written_in_the_three_fields_that_transformers_4_takes_where_they_say_all():
+    fields = fields_of(PHI3_LONG) | {"max_position_embeddings": 23 * 32}
+    assert set(fields["rope_scaling"]) == {"type", "short_factor", "long_factor", "attention_factor"}, "its own gain"
+    del fields["rope_scaling"]["attention_factor"]
+    cfg = read(fields)
+    assert fields_of(cfg)["rope_scaling"] == fields["rope_scaling"] and read(fields_of(cfg)) == cfg
+
+
 def test_longrope_s_gain_follows_from_how_far_the_context_was_stretched():
     fields = fields_of(PHI3_LONG) | {"max_position_embeddings": 23 * 32}
     rope = {key: value for key, value in fields["rope_scaling"].items() if key != "attention_factor"}
