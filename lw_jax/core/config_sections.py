@@ -86,7 +86,7 @@ class Encoder:
         at_least=8,
         shapes="no",
     )
-    window: int = key(512, "input of one pass of the body", unit="tokens, or bytes of kind bytes", above=0)
+    window: int = key(512, "input of one pass of the body", unit="tokens, or bytes of kind bytes", at_least=3)
     windows: int = key(1, "windows read one by one and pooled into the same slots", unit="windows", above=0)
     pooling: str = key(
         "windows",

@@ -74,20 +74,31 @@ def count_slots(tokens: Sequence[int], *, ratio: int | np.ndarray, most: int) ->
 
 
 def read_source(texts: list[str], layout: Layout, ledger: DropCounts) -> list[np.ndarray]:
-    """Returns the encoder's ids of each text; the ledger records cut and refused texts."""
-    limit = layout.window * layout.windows
+    """Returns the encoder's ids of each text, cut to its windows; the ledger records cut and refused texts."""
+    marks = sum(map(len, layout.source.special))
+    limit = (layout.window - marks) * layout.windows
     source = tokenize(layout.source, texts, limit=limit)
     named = f"config.encoder.window={layout.window}" + f" x windows={layout.windows}" * (layout.windows > 1)
+    named += f", {marks} of each window marks" * (marks > 0)
     for i, ids in enumerate(source):
-        if len(ids) <= limit:
+        if len(ids) - marks <= limit:
             continue
         if layout.data.overlong == "cut":
-            end = layout.source.special[1] if isinstance(layout.source, BertTokenizer) else ()
-            source[i] = np.append(ids[: limit - len(end)], np.asarray(end, ids.dtype))
             ledger.cut["source_cut"].add(i)
         else:
-            ledger.refuse(i, f"{_count(ids, texts[i], limit)} tokens or bytes of context, limit {named}")
-    return source
+            ledger.refuse(i, f"{_count(ids[marks:], texts[i], limit)} tokens or bytes of context, limit {named}")
+    shared = {id(ids): to_windows(ids, layout) for ids in source}  # of equal texts
+    return [shared[id(ids)] for ids in source]
+
+
+def to_windows(ids: np.ndarray, layout: Layout) -> np.ndarray:
+    """Returns what the encoder reads of a text's ids: those of its windows, each between a BERT-class body's marks."""
+    first, last = layout.source.special
+    room = layout.window - len(first) - len(last)
+    bare = ids[len(first) : len(ids) - len(last)][: room * layout.windows]
+    if not first and not last:
+        return bare
+    return np.concatenate([marked(bare[i : i + room], first, last) for i in range(0, max(len(bare), 1), room)])
 
 
 class ReaderPass:

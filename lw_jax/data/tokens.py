@@ -194,6 +194,7 @@ class ByteTokenizer:
     pad: int = 256
     eos: int = 256  # the padding's: texts that are packed have no padding
     begin: tuple[int, ...] = ()
+    special: Marks = (), ()
     vocab: int = 257
     fingerprint: str = "utf-8 bytes, pad 256"
 

@@ -100,7 +100,7 @@ def _choose(texts: Sequence[str], layout: prompt_tokens.Layout, *, aligned: bool
     limit = layout.window * layout.windows
     chosen, tokens = [], 0
     for text, whole in zip(texts, prompt_tokens.tokenize(layout.source, list(texts), limit=limit), strict=True):
-        ids, starts = whole[:limit], None
+        ids, starts = prompt_tokens.to_windows(whole, layout), None
         tokens += len(ids)
         if tokens > SAMPLES * layout.width and len(chosen) >= HELD_OUT:
             break

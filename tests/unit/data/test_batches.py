@@ -264,12 +264,18 @@ def test_texts_are_cut_together_and_few_whole_prompts_are_in_memory(monkeypatch)
     assert (apart.digest(), apart.counts) == (together.digest(), together.counts) and max(prompts) == 3
 
 
-def test_a_cut_text_of_a_bert_encoder_keeps_its_last_mark(tmp_path):
+@pytest.mark.parametrize("windows", [1, 3])
+def test_each_window_of_a_bert_encoder_stands_between_its_marks(tmp_path, windows):
     tiny.write_bert(tmp_path)
-    source = load_source_tokenizer(tmp_path)
-    encoded = batches.encode([CARDS[0]], layout=layout(source=source, window=6, overlong="cut"), rows=())
-    ids = valid(encoded.collate([0])["source"], 0)
-    assert len(ids) == 6 and (ids[0], ids[-1]) == (2, 3)
+    spec = layout(source=load_source_tokenizer(tmp_path), window=6, windows=windows, overlong="cut")
+    (whole,) = spec.source.encode_batch([CARDS[0].context])
+    source = batches.encode([CARDS[0]], layout=spec, rows=()).collate([0])["source"]
+    rows = np.array(valid(source, 0)).reshape(windows, 6)
+    assert (rows[:, 0] == 2).all() and (rows[:, -1] == 3).all()
+    assert rows[:, 1:-1].ravel().tolist() == whole[1 : 1 + 4 * windows].tolist()
+    short = dataclasses.replace(CARDS[0], context=spec.source.backend.decode(whole[1 : 4 * windows]))
+    source = batches.encode([short], layout=spec, rows=()).collate([0])["source"]
+    assert valid(source, 0)[-4:] == [*whole[4 * windows - 3 : 4 * windows].tolist(), 3], "no window of marks alone"
 
 
 @pytest.mark.parametrize("row", ["text", "context"])
