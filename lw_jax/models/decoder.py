@@ -227,6 +227,8 @@ def forward(  # noqa: PLR0913  (a pass over whole texts; four of them have one m
     """
     assert mix is None or (shared_prefix is None and kv_prefix is None), "a mix is of a whole text"
     turned = bias = None
+    if segments is not None:
+        check_length(cfg, x.shape[1], packed=True)
     if kv_prefix is None:
         assert shared_prefix is None or not isinstance(cfg.rope_scaling, rotary.LongRope), "it goes by the whole length"
     else:
@@ -484,14 +486,21 @@ def check_positions(cfg: DecoderConfig, needed: int, *, what: str, remedy: str) 
         raise UserError(f"{what} {needed:,} positions, the model was trained on {cfg.max_positions:,}; {remedy}")
 
 
-def check_length(cfg: DecoderConfig, positions: int) -> None:
-    """Refuses what a LongRope model may turn by its long frequencies: keys in parts cannot know the whole length."""
+def check_length(cfg: DecoderConfig, positions: int, *, packed: bool = False) -> None:
+    """Refuses what a LongRope model may turn by its long frequencies: they go by the whole length of one text.
+
+    Keys in parts cannot know it, and texts `packed` in a row have several.
+    """
     scaling = cfg.rope_scaling
     if isinstance(scaling, rotary.LongRope) and positions > scaling.original_max_positions:
+        key, what = "encoder.kind='cache' or adapter.kind='kv'", "keys and values of a message"
+        remedy = "adapter.kind='embeddings'"
+        if packed:
+            key, what, remedy = "data.packed_tokens", "packed questions", "data.packed_tokens=0"
         raise UserError(
-            f"config.encoder.kind='cache' or adapter.kind='kv': {positions} positions, a LongRope reader with keys and "
-            f"values of a message has at most {scaling.original_max_positions}; shorten the prompt or the text "
-            "(config.data.context_tokens), or set adapter.kind='embeddings'"
+            f"config.{key}: {positions} positions, a LongRope reader with {what} has at most "
+            f"{scaling.original_max_positions}; shorten the prompt or the text (config.data.context_tokens), or set "
+            f"{remedy}"
         )
 
 

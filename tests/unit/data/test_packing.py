@@ -180,6 +180,13 @@ def test_a_row_has_room_for_the_longest_question_with_its_answer(make):
         validation.validate(make(data__packed_tokens=70).cfg)
 
 
+def test_packed_questions_of_a_longrope_reader_past_its_short_frequencies_are_refused():
+    cfg = dataclasses.replace(tiny.DECODER, rope_scaling=dataclasses.replace(LONG, original_max_positions=12))
+    x, numbers = jnp.zeros((1, 13, cfg.width)), jnp.ones((1, 13), jnp.int32)
+    with pytest.raises(UserError, match=r"data\.packed_tokens: 13 positions.* 12"):
+        decoder.forward(tiny.draw_decoder(cfg), cfg, x, mask=numbers > 0, segments=numbers)
+
+
 WINDOWED = dataclasses.replace(tiny.DECODER, window=5)
 LONG = rotary.LongRope(short=(1.0,) * 5, long=(2.0,) * 5, gain=1.1, original_max_positions=20)
 
