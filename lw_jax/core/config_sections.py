@@ -103,7 +103,7 @@ class Encoder:
     )
     mask: str = key(
         "none",
-        "causal leaves the body's states what they were in pretraining",
+        "causal leaves the body's states what they were in pretraining, for a text without BOS: it gets none",
         choices=("none", "causal"),
     )
     rank: int = key(
