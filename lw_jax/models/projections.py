@@ -55,4 +55,5 @@ def _drop(x: jax.Array, lora: Tree) -> jax.Array:
     keep = 1.0 - lora["dropout"]
     draw = jax.vmap(lambda key: jax.random.bernoulli(key, keep, x.shape[1:]))
     mask = draw(jax.random.wrap_key_data(lora["keys"]))
-    return jnp.where(mask, x / keep.astype(x.dtype), jnp.zeros((), x.dtype))
+    # In fp32, as torch does: bf16 would round the rate.
+    return jnp.where(mask, (x.astype(jnp.float32) / keep).astype(x.dtype), jnp.zeros((), x.dtype))

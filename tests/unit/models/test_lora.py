@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lw_jax.core.errors import UserError
-from lw_jax.models import decoder, lora, quant
+from lw_jax.models import decoder, lora, projections, quant
 from tests import tiny
 
 CFG = dataclasses.replace(tiny.DECODER, vocab=101, width=64, heads=4, head_dim=16, ffn=192)
@@ -84,6 +84,14 @@ def test_dropout_is_of_the_pairs_inputs_alone_drawn_by_its_key_and_off_outside_t
     np.testing.assert_allclose(logits(still, mode), plain, atol=SAME * float(jnp.abs(plain).max()))
     empty = lora.attach(params, lora.init(jax.random.key(2), CFG, one), one, keys=keys(1))
     np.testing.assert_array_equal(logits(empty, mode), logits(params, mode))
+
+
+def test_what_dropout_keeps_is_divided_by_the_rate_itself_in_bf16():
+    x = jax.random.normal(jax.random.key(0), (2, 11, 7), jnp.bfloat16)
+    kept = projections._drop(x, {"dropout": jnp.float32(0.05), "keys": jax.random.key_data(keys(1))})
+    whole = (np.asarray(x, np.float32) / np.float32(0.95)).astype(x.dtype)
+    np.testing.assert_array_equal(kept, np.where(kept == 0, 0, whole))
+    assert 0 < (np.asarray(kept) == 0).sum() < x.size / 2
 
 
 @pytest.mark.parametrize(
