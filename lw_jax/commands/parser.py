@@ -35,7 +35,7 @@ def _real(text: str) -> float:
     return number
 
 
-def _text(text: str) -> str:
+def _any_text(text: str) -> str:
     """Returns a text that UTF-8 can hold; a shell hands on undecodable bytes as half surrogate pairs."""
     try:
         text.encode()
@@ -44,10 +44,17 @@ def _text(text: str) -> str:
     return text
 
 
+def _text(text: str) -> str:
+    """Returns a text that is not empty, as a variable of the shell is that is not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("empty, as a variable that is not set: give a value, or leave the flag out")
+    return _any_text(text)
+
+
 Flag = Mapping[str, Any]  # keyword arguments of `add_argument`
 
 
-def _value(metavar: str, help: str, *, kind: Any = str, **more: Any) -> Flag:
+def _value(metavar: str, help: str, *, kind: Any = _text, **more: Any) -> Flag:
     return {"metavar": metavar, "help": help, "type": kind} | more
 
 
@@ -152,7 +159,7 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
             "continue a prompt with a trained TTT model",
             reads_run=True,
             flags={
-                "--prompt": _value("TEXT", "may be repeated", kind=_text, action="append"),
+                "--prompt": _value("TEXT", "may be repeated", kind=_any_text, action="append"),  # "": from BOS on
                 "--tokens": _value("N", "at most N new tokens (default: %(default)s)", kind=_whole, default=100),
                 "--temperature": _value("T", "0 is greedy (default: %(default)g)", kind=_real, default=0.0),
                 "--seed": _value("N", "of what is drawn at a temperature above 0 (default: config.seed)", kind=_whole),
