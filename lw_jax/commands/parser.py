@@ -4,6 +4,7 @@ import argparse
 import difflib
 import functools
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -51,10 +52,15 @@ def _text(text: str) -> str:
     return _any_text(text)
 
 
+def _path(text: str) -> str:
+    """Returns a path with its `~` filled in: a shell leaves that of --workdir=~/run. A Path would make "-" of "./-"."""
+    return os.path.expanduser(_text(text))  # noqa: PTH111
+
+
 Flag = Mapping[str, Any]  # keyword arguments of `add_argument`
 
 
-def _value(metavar: str, help: str, *, kind: Any = _text, **more: Any) -> Flag:
+def _value(metavar: str, help: str, *, kind: Any = _path, **more: Any) -> Flag:
     return {"metavar": metavar, "help": help, "type": kind} | more
 
 
@@ -99,9 +105,7 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
             reads_run=True,
             reads_wire=True,
             flags={
-                "--out": _value(
-                    "DIR", "folder of the results (default: the run's; a wire folder needs it)", kind=_text
-                ),
+                "--out": _value("DIR", "folder of the results (default: the run's; a wire folder needs it)"),
                 "--reader": _value(
                     "NAME",
                     "of a wire folder: this reader alone; may be repeated (default: all)",

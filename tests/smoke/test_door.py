@@ -113,6 +113,7 @@ def test_error_of_a_verb_that_the_user_can_mend_is_one_line(
         (["generate", *SMOKE, "--prompt", "a", "--temperature", "nan"], "--temperature: 'nan'"),
         (["generate", "--workdir", "w", "--prompt", "a\udcff"], "--prompt: 'a\\udcff'"),
         (["train", *SMOKE, "--workdir", ""], "--workdir: empty"),
+        (["train", *SMOKE, "--workdir", "a\udcff"], "--workdir: 'a\\udcff'"),
         (["eval", *SMOKE, "--out="], "--out: empty"),
         (["export", "--workdir", "w", "--wire", "x", "--push", ""], "--push: empty"),
         (["answer", *SMOKE, "--message", "a", "--question", "b?", "--reader", ""], "--reader: empty"),
@@ -146,6 +147,16 @@ def test_every_example_of_the_help_is_accepted() -> None:
         assert command.examples
         for example in command.examples:
             assert parser.parse([name, *shlex.split(example)]).verb == name
+
+
+def test_a_home_is_filled_in_for_every_flag_of_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/mara")
+    for name, command in parser.COMMANDS.items():
+        metavars = {flag: options.get("metavar") for flag, options in (parser.COMMON | command.flags).items()}
+        for flag in (flag for flag, metavar in metavars.items() if metavar in ("DIR", "FILE", "FILE[:recipe]")):
+            words = [f"{flag}=~/w", f"{flag}=-"]
+            taken = [vars(parser._build().parse_args([name, word]))[flag[2:]] for word in words]
+            assert taken == ["/home/mara/w", "-"], (name, flag)
 
 
 def test_version_and_help_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
