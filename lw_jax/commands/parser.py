@@ -255,6 +255,18 @@ COMMANDS: Mapping[str, Command] = {name: command for group in GROUPS.values() fo
 _ASSIGNMENTS = "--config.section.key=value sets one key; `show --keys` lists all keys."
 
 
+class _Once(argparse.Action):
+    """Stores a value and refuses a second one: the first would be lost."""
+
+    _given = False  # of one command line, whose parser is made for it
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        if self._given:
+            raise argparse.ArgumentError(self, "given twice")
+        self._given = True
+        setattr(namespace, self.dest, values)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {self.prog} --help.")
@@ -325,6 +337,7 @@ def _build() -> argparse.ArgumentParser:
             formatter_class=layout,
             allow_abbrev=False,
         )
+        subparser.register("action", None, _Once)  # of flags that name none
         subparser.add_argument("--version", help=argparse.SUPPRESS, **version)
         common = subparser.add_argument_group("configuration", _ASSIGNMENTS)
         for flag, options in COMMON.items():
