@@ -70,7 +70,6 @@ def main(cfg: Config, workdir: Path, record: Callable[[], None] = lambda: None) 
     services = sinks.Services(cfg, workdir)  # before minutes of making readers and reading weights
     code = 1  # of an exception
     try:
-        _print_lines(services.notices)
         code = _train(cfg, workdir, services, record)
     finally:
         _print_lines(services.close(code))
@@ -125,6 +124,8 @@ def _train(cfg: Config, workdir: Path, services: sinks.Services | None, record: 
             return _save_start(recipe, checkpointer, workdir, begin)
         training = Run(cfg, recipe, checkpointer, workdir, services)
         training.prepare()  # until here a signal ends the process at once (`process_start`): there is nothing to save
+        if services:
+            _print_lines(services.resume())
         if training.first_step < cfg.train.steps:
             begin(training.first_step, training.micro_batch)
         with runtime.Preemption() as preemption:

@@ -202,32 +202,40 @@ class Services:
     """The services of one start of a run; each gets every row once, whatever steps are taken again."""
 
     def __init__(self, cfg: Config, workdir: Path):
-        """Opens a run in every service that `train.log_to` names, or the one that the record of a trained folder names.
-
-        `notices` are lines for people: a resumed run goes on without a service that it cannot open.
+        """Opens a run in every service that `train.log_to` names; that of a trained folder's record waits for `resume`.
 
         Raises:
           UserError: a service cannot be opened for the first time, or its record is damaged. Nothing has been trained
             yet, and somebody is near who can mend it.
         """
-        self._workdir = workdir.absolute()
+        self._cfg, self._workdir = cfg, workdir.absolute()
         self._open: dict[str, tuple[Service, Record]] = {}
-        self.notices: list[str] = []
         named = [name for name in cfg.train.log_to if name in SERVICES]
         records = {name: read_record(self._workdir / f"{name}.json") for name in named}
         if not run_folder.has_trained(workdir):  # its configuration may be another one by now
             records = dict.fromkeys(named)
-        for name, record in records.items():
+        self._recorded = {name: record for name, record in records.items() if record}
+        for name in (name for name in named if name not in self._recorded):
             try:
-                service = SERVICES[name](record.run if record else "", self._workdir, cfg)
+                service = SERVICES[name]("", self._workdir, cfg)
             except Failed as error:
-                if record is None:
-                    self.close(1)
-                    refuse("train.log_to", cfg.train.log_to, f"{name}: {error}; correct it, or leave {name!r} out.")
-                self.notices.append(describe(name, error))
-                continue
-            self._open[name] = service, record or Record(service.run, {})
+                self.close(1)
+                refuse("train.log_to", cfg.train.log_to, f"{name}: {error}; correct it, or leave {name!r} out.")
+            self._open[name] = service, Record(service.run, {})
             self._save(name)
+
+    def resume(self) -> list[str]:
+        """Opens the recorded runs again; returns a line for each service that cannot, without which training goes on.
+
+        Not before the start is known to go on: one that is refused would end a finished run as a failed one.
+        """
+        notices = []
+        for name, record in self._recorded.items():
+            try:
+                self._open[name] = SERVICES[name](record.run, self._workdir, self._cfg), record
+            except Failed as error:
+                notices.append(describe(name, error))
+        return notices
 
     def write(self, step: int, values: Mapping[str, float]) -> list[str]:
         """Logs a row where it is not logged yet; returns a line for each service that failed and is left out now."""

@@ -140,6 +140,14 @@ def loss(step: int) -> dict[str, float]:
     return {"train/loss": step / 8, "examples": 8 * step}
 
 
+def resume(cfg: config.Config, workdir: Path) -> sinks.Services:
+    """Opens the services of a folder that has trained, none of which fails."""
+    (workdir / "metrics.jsonl").write_text('{"step": 3}\n')
+    services = sinks.Services(cfg, workdir)
+    assert services.resume() == []
+    return services
+
+
 def restart(cfg: config.Config, workdir: Path) -> None:
     """Logs steps 1 to 3, then from the checkpoint of step 2 on again, with a validation that was missing."""
     workdir.mkdir()
@@ -147,8 +155,7 @@ def restart(cfg: config.Config, workdir: Path) -> None:
     for step in (1, 2, 3, 2, 3):  # memory ran out after step 3, and step 2 was taken again
         assert first.write(step, loss(step)) == []
     assert first.close(REQUEUE) == []
-    (workdir / "metrics.jsonl").write_text('{"step": 3}\n')
-    second = sinks.Services(cfg, workdir)
+    second = resume(cfg, workdir)
     assert second.write(2, {"validation/loss": 0.25}) == []
     for step in (3, 4):
         assert second.write(step, loss(step) | {"train/nll/llama": math.nan}) == []
@@ -195,8 +202,7 @@ def test_library_that_fails_is_named_once_and_the_other_goes_on(libraries, tmp_p
     assert services.write(3, loss(3)) == services.close(0) == []
     steps = {one: [step for step, _ in rows] for one in BOTH for rows in libraries.rows[one].values()}
     assert steps == dict.fromkeys(BOTH, [1, 2, 3]) | {name: [1]}
-    (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n')
-    again = sinks.Services(make_config(*BOTH), tmp_path)
+    again = resume(make_config(*BOTH), tmp_path)
     again.write(4, loss(4))
     assert [step for rows in libraries.rows[name].values() for step, _ in rows] == [1, 4], "a new start tries again"
     libraries.down = {"finish": ConnectionResetError}
@@ -219,7 +225,7 @@ def test_library_that_cannot_open_is_refused_first_and_left_out_of_a_resumed_run
     (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n')
     libraries.down = {call: kind}
     resumed = sinks.Services(cfg, tmp_path)
-    (line,) = resumed.notices
+    (line,) = resumed.resume()
     assert line.startswith(f"warning: {name}: ")
     resumed.write(1, loss(1))
     assert [step for one in BOTH if one != name for rows in libraries.rows[one].values() for step, _ in rows] == [1]
@@ -291,3 +297,8 @@ def test_run_sends_every_row_of_its_log_over_a_restart(libraries, tmp_path, caps
     assert libraries.ends == ["preempting", REQUEUE, "KILLED", 0]
     assert capsys.readouterr().out.count("mlflow: log_batch is down") == 1
     assert not (workdir / "tensorboard").exists()
+    text, opened = tmp_path / "text.txt", len(libraries.params["wandb"])
+    text.write_text(text.read_text() + "another line\n")
+    with pytest.raises(UserError, match="checkpoint"):  # a start that is refused leaves the finished run as it is
+        train.main(cfg, workdir)
+    assert len(libraries.ends) == 4 and len(libraries.params["wandb"]) == opened
