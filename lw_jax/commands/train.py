@@ -124,8 +124,10 @@ def _train(cfg: Config, workdir: Path, services: sinks.Services | None, record: 
             return _save_start(recipe, checkpointer, workdir, begin)
         training = Run(cfg, recipe, checkpointer, workdir, services)
         training.prepare()  # until here a signal ends the process at once (`process_start`): there is nothing to save
-        if services:
-            _print_lines(services.resume())
+        if services:  # of the first process
+            anew = ["no checkpoint to resume from: the run begins anew, and the rows of its log are replaced"]
+            is_anew = not training.first_step and run_folder.has_trained(workdir)
+            _print_lines([*anew * is_anew, *services.resume()])
         if training.first_step < cfg.train.steps:
             begin(training.first_step, training.micro_batch)
         with runtime.Preemption() as preemption:

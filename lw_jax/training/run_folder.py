@@ -246,6 +246,9 @@ def check_run(cfg: Config, workdir: Path) -> None:
 
     A run that was refused before its first row and checkpoint is no obstacle: the mended configuration replaces it.
     """
+    if (workdir / EVALUATION).exists() and not _has_checkpoint(workdir):
+        rule = "results of another wire, which would be taken for this run's: name another --workdir, or remove them"
+        raise UserError(f"{workdir / EVALUATION}: {rule}")
     saved = (workdir / "config.json").exists()
     if has_trained(workdir):
         check_agreement(cfg, workdir)
@@ -257,9 +260,6 @@ def check_run(cfg: Config, workdir: Path) -> None:
                 f"checkpoints would be of other examples; keep it{others}, or name another --workdir"
             )
         return
-    if (workdir / EVALUATION).exists():
-        rule = "results of another wire, which would be taken for this run's: name another --workdir, or remove them"
-        raise UserError(f"{workdir / EVALUATION}: {rule}")
     if saved:
         read_config(workdir)  # refuses a file that is not a run's, as a model's folder has, before it is replaced
 
@@ -292,7 +292,11 @@ def config_text(cfg: Config) -> str:
 def has_trained(workdir: Path) -> bool:
     """Returns whether a run's folder has a row or a checkpoint: before, its configuration may change."""
     metrics = workdir / "metrics.jsonl"
-    return any((workdir / "checkpoints").glob("[0-9]*")) or (metrics.exists() and metrics.stat().st_size > 0)
+    return _has_checkpoint(workdir) or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+def _has_checkpoint(workdir: Path) -> bool:
+    return any((workdir / "checkpoints").glob("[0-9]*"))
 
 
 def _find_version(name: str) -> str:

@@ -1,6 +1,7 @@
 """lw_jax/commands/train.py: what a start writes of itself into the run's folder."""
 
 import argparse
+import shutil
 import subprocess
 import sys
 
@@ -16,6 +17,17 @@ from lw_jax.training import hardware_record, trainer
 from tests import tiny
 from tests.commands import PROJECT
 from tests.invariant.test_out_of_memory import Failing
+
+
+def test_a_run_whose_checkpoints_are_gone_says_that_its_log_begins_anew(tmp_path, capsys):
+    cfg = tiny.make_ttt_config(tmp_path / "data", train__steps=2, mesh__placement="single")
+    folder = tiny.train_in(tmp_path / "run", cfg)
+    told = [capsys.readouterr().out]
+    for remove in ("none", "checkpoints"):
+        shutil.rmtree(folder / remove, ignore_errors=True)
+        assert train.main(cfg, folder) == 0
+        told.append(capsys.readouterr().out)
+    assert ["begins anew" in out for out in told] == [False, False, True]
 
 
 def test_a_start_that_is_refused_or_finds_the_run_finished_loads_no_model_and_changes_no_record(tmp_path, monkeypatch):

@@ -171,3 +171,8 @@ def test_results_of_another_wire_are_not_taken_for_a_new_run_s(tmp_path: Path) -
     (tmp_path / "eval.json").write_text("{}")
     with pytest.raises(UserError, match=r"eval\.json: results of another wire"):
         run_folder.check_run(_build(), tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 5}\n')  # the run's own, whose checkpoints are gone
+    with pytest.raises(UserError, match=r"eval\.json: results of another wire"):
+        run_folder.check_run(_build(), tmp_path)
+    (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+    run_folder.check_run(_build(), tmp_path)
