@@ -155,7 +155,7 @@ def _make(cfg: Config, source: str) -> None:
             run.train(lambda step: bool(done.advance()))
         recipe.save(run.state["trainable"])
         right = run.reporter.last["accuracy/answer"]
-        print(f"reader {source}: made; it answers {right:.1%} of the answers' tokens right", flush=True)
+        print(f"reader {source}: made; in its last steps it had {right:.1%} of the answers' tokens right", flush=True)
 
 
 def _is_made(path: Path) -> bool:

@@ -92,7 +92,7 @@ def test_of_two_jobs_one_makes_a_reader_and_the_other_waits(cfg, tmp_path, monke
         for job in [jobs.submit(selfmade.make_readers, cfg) for _ in range(2)]:
             job.result()
     told = capsys.readouterr().out
-    assert told.count("trained here once") == told.count("waiting for another job") == 1
+    assert told.count("trained here once") == told.count("waiting for another job") == told.count("last steps") == 1
     assert selfmade.finished_folder(cfg, "selfmade:qwen")
 
 
