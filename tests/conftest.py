@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -71,6 +72,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("slow") and time.time() > float(os.environ.get("LW_JAX_TESTS_UNTIL", "inf")):
+        pytest.skip("not begun in the time that this run has: make slow")
     if item.get_closest_marker("gpu") and "cuda" not in os.environ["JAX_PLATFORMS"]:
         pytest.skip("needs an NVIDIA GPU: JAX_PLATFORMS=cuda,cpu")
     if item.get_closest_marker("network") and "LW_JAX_TEST_NETWORK" not in os.environ:

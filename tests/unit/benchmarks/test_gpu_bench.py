@@ -9,7 +9,7 @@ from lw_jax.core import environment, validation
 from lw_jax.core.errors import UserError
 from lw_jax.planning import workload
 
-SELFMADE = "--config.data.question_tokens=6 --config.encoder.window=32".split()
+SELFMADE = "--config.data.question_tokens=6 --config.encoder.window=32 --config.selfmade.steps=2".split()
 
 
 RUN = ("answers, unstacked", "load")  # a wire's step, its peer and the rest run in the tests of bench.py and peer.py

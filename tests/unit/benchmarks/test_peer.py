@@ -12,7 +12,7 @@ from lw_jax.core.errors import UserError
 pytest.importorskip("torch")
 
 TINY = ("data.question_tokens=6", "data.answer_tokens=5", "encoder.window=24", "train.global_batch=3")
-TINY = (*TINY, "eval.max_new_tokens=3")
+TINY = (*TINY, "eval.max_new_tokens=3", "selfmade.steps=2")
 OURS, _, W8A8 = peer.OURS
 
 
@@ -70,7 +70,7 @@ def test_wire_of_two_families_is_the_same_in_torch_in_every_part(tmp_path):
 @pytest.mark.slow
 def test_preference_step_is_the_same_in_trl(tmp_path):
     pytest.importorskip("trl")
-    values = ("llms.policy.source=selfmade:llama", "llms.policy.sha256=", "llms.policy.weights=fp32")
+    values = ("llms.policy.source=selfmade:llama", "llms.policy.sha256=", "llms.policy.weights=fp32", "selfmade.steps=2")
     file = tmp_path / "told.json"
     flags = words("configs/dpo/smollm2.py", *values, "dpo.max_length=16", "train.global_batch=2")
     assert peer.main([*flags, "--json", str(file)]) == 0

@@ -18,6 +18,7 @@ TEXT = "Mara Ellis lives in Lisbon. Where does Mara Ellis live?"
 def test_one_command_trains_every_family_and_transformers_answers_from_it(pair, kind, own_models, tmp_path, capsys):
     folders = [own_models[family] for family in pair]
     words = ["--config", "configs/smoke.py", "--workdir", str(tmp_path / "run"), "--config.train.steps=20"]
+    words += ["--config.train.global_batch=8", "--config.train.eval_every=0", "--config.optim.warmup_steps=5"]
     words += ["--config.mesh.placement=single", "--config.compute.remat=none"]
     words += [f"--config.encoder.source={folders[0]}", f"--config.adapter.kind={kind}"]
     words += [f"--config.llms.{name}.source={folder}" for name, folder in zip(("llama", "qwen"), folders, strict=True)]
