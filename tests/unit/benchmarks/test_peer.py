@@ -70,9 +70,9 @@ def test_wire_of_two_families_is_the_same_in_torch_in_every_part(tmp_path):
 @pytest.mark.slow
 def test_preference_step_is_the_same_in_trl(tmp_path):
     pytest.importorskip("trl")
-    values = ("llms.policy.source=selfmade:llama", "llms.policy.sha256=", "llms.policy.weights=fp32", "selfmade.steps=2")
+    values = ("llms.policy.source=selfmade:llama", "llms.policy.sha256=", "llms.policy.weights=fp32")
     file = tmp_path / "told.json"
-    flags = words("configs/dpo/smollm2.py", *values, "dpo.max_length=16", "train.global_batch=2")
+    flags = words("configs/dpo/smollm2.py", *values, "selfmade.steps=2", "dpo.max_length=16", "train.global_batch=2")
     assert peer.main([*flags, "--json", str(file)]) == 0
     told = json.loads(file.read_text())
     assert max(told["check"]["difference"]["step"].values()) < peer.TOLERANCE["fp32"]
