@@ -192,6 +192,7 @@ def measure(config: str, assignments: Mapping[str, str], point: Row, steps: int)
 
     from lw_jax.benchmarking.measurement import Measured
     from lw_jax.planning import gpus, planner, roofline
+    from lw_jax.training.out_of_memory import OutOfMemory
     from sharding.errors import PlacementError
 
     place, device = Point(**point), jax.devices()[0]
@@ -199,7 +200,7 @@ def measure(config: str, assignments: Mapping[str, str], point: Row, steps: int)
     try:
         found = Measured(*planner.resolve_auto(own), repeats=steps)
         (told,) = found.step()
-    except (UserError, PlacementError) as error:
+    except (UserError, PlacementError, OutOfMemory) as error:
         return _row(own, place, "measured", device.device_kind, obstacle=str(error))
     needs, seconds = found.needs, told.seconds
     assert needs and seconds and told.flops, "the step was measured"

@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command(placed: Placed, workdir: Path, steps: int, overrides: Mapping[str, object]) -> list[str]:
     """Returns the command of a run; `overrides`: values of its configuration by dotted key."""
     settings = {"mesh.placement": placed.strategy, "mesh.model": placed.model, "mesh.data": placed.data}
-    settings |= {"train.steps": steps}
+    settings |= {"train.steps": steps, "compute.dtype": "fp32"}
     settings |= SMALLER | {"train.log_every": 1, "train.eval_every": 0, "train.alarm_step": 0, "eval.examples": 1}
     words = config.flags({**settings, **overrides})
     return [sys.executable, str(ROOT / "run.py"), "--config", "configs/smoke.py", "--workdir", str(workdir), *words]

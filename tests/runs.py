@@ -112,6 +112,7 @@ def write_run(folder: Path, **changes: Any) -> Path:
     run_folder.write_workdir(folder, cfg=cfg, base=base.get_config().to_dict(), command=command)
     write_lines(folder / "metrics.jsonl", metrics())
     write_lines(folder / "predictions.jsonl", predictions())
+    (folder / "checkpoints" / "30").mkdir(parents=True, exist_ok=True)
     (folder / "eval.json").write_text(json.dumps(evaluation()), encoding="utf-8")
     (folder / "slots.json").write_text(json.dumps([[1.0, 0.25], [0.25, None]]), encoding="utf-8")
     return folder

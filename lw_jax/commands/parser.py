@@ -116,7 +116,7 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
             examples=(
                 "--workdir runs/mine --config.eval.examples=0",
                 "--workdir wires/mine --out runs/mine-again",
-                "--workdir wires/pair --reader llama --out runs/llama",
+                "--workdir wires/pair --reader llama --out runs/llama --config.data.validation=squad_dev-v2.0.json",
             ),
         ),
         "report": Command(

@@ -62,7 +62,7 @@ def main(cfg: Config, workdir: Path, record: Callable[[], None] = lambda: None) 
     runtime.start_devices()
     # An impossible schedule and a missing file are refused before minutes of making readers or fetching models.
     preflight.refuse(preflight.inspect(cfg, None))
-    if cfg.train.steps and (absent := preflight.missing_data(cfg)):
+    if absent := preflight.missing_data(cfg):
         raise UserError("; ".join(absent))
     hardware.check_processes(cfg, jax.device_count(), jax.process_count())
     if jax.process_index():

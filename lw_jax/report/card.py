@@ -131,6 +131,8 @@ def _use(run: Run, wire: WireFolder, repository: str) -> str:
     moved = "".join(f" {flag(name)}FOLDER" for name in local)
     pairs = ", ".join(f'"{name.replace("/", ".")}.source": "FOLDER"' for name in local)
     sources = f", config={{{pairs}}}" if pairs else ""
+    validation = run.cfg.data.validation
+    held_out = "" if validation in MADE or _hub_data(validation) else " --config.data.validation=FILE"
     reader = next(iter(run.cfg.llms))
     call, what = ("prompt_embeds", "f32 [t, d]")
     if run.cfg.adapter.kind == "kv" or _is_cache(run):
@@ -140,7 +142,7 @@ def _use(run: Run, wire: WireFolder, repository: str) -> str:
         "## Use\n",
         "```sh",
         f'python run.py answer --workdir {place} --context notes.txt --question "Who wrote it?"{moved}',
-        f"python run.py eval --workdir {place} --out results{moved}",
+        f"python run.py eval --workdir {place} --out results{held_out}{moved}",
         "```\n",
         "```python",
         "import lw_jax",

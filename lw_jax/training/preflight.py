@@ -1,5 +1,6 @@
 """Preflight checks of a configuration: errors for void runs, warnings for likely mistakes."""
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def _cadence(cfg: Config) -> list[Finding]:
 
 
 def missing_data(cfg: Config) -> list[str]:
-    """Returns a line for each data file that this machine lacks; a run that is queued may start on another one."""
+    """Returns a line for each source of data that this machine cannot read; a queued run may start on another one."""
     generated, lines = ("", *validation.MADE, validation.DOCSTRINGS), []
     named = [
         (key, name)
@@ -91,6 +92,8 @@ def missing_data(cfg: Config) -> list[str]:
         for name in row_sources.split_sources(getattr(cfg.data, key))
     ]
     for key, source in named:
+        if source.startswith(row_sources.HUB) and not importlib.util.find_spec("datasets"):
+            lines.append(f"data.{key}={source!r}: the hub's data need a package: pip install datasets")
         if source in generated or source.startswith(row_sources.HUB) or row_sources.is_here(source):
             continue
         missing = f"data.{key}={source!r}: no such file or folder, seen from {Path.cwd()}"

@@ -1,6 +1,7 @@
 """lw_jax/training/preflight.py and recipes: faults that make a run worthless are named before it starts."""
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 
@@ -151,10 +152,12 @@ def test_prompts_that_fill_the_length_are_counted_where_the_rows_are_here(tmp_pa
     assert any("train.steps=" in line for line in found), "200 steps of 16 read 54 pairs often"
 
 
-def test_each_source_that_is_not_here_is_told(tmp_path):
+def test_each_source_that_is_not_here_is_told(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").touch()
     (tmp_path / "saved").mkdir()
     named = f"{tmp_path}/a.jsonl,{tmp_path}/gone.jsonl,hub:a/b"
     cfg = load("configs/smoke.py", data__train=named, data__validation=f"{tmp_path}/saved:test")
     (told,) = preflight.missing_data(cfg)
     assert told.startswith(f"data.train='{tmp_path}/gone.jsonl': no such file or folder")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert ["pip install datasets" in line for line in preflight.missing_data(cfg)] == [False, True]
