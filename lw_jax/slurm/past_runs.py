@@ -17,7 +17,6 @@ from lw_jax.planning.plans import Candidate, Plan
 from lw_jax.training import hardware_record, metrics
 from lw_jax.training.hardware_record import HardwareRecord
 from lw_jax.training.run_folder import read_config, read_devices, read_metrics
-from sharding import place
 
 NAMED = 3  # differing values in a line
 # What decides the time of a step, beside where and how it runs.
@@ -82,7 +81,7 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
         hardware=hardware,
         step_seconds=sum(steps * statistics.median(seconds[name]) for name, steps in stages.items()) / cfg.train.steps,
         peak_bytes=max(peaks, default=None),
-        differences=(*_placed_otherwise(hardware, plan.chosen, micro_batch=_micro_batch(hardware, old)), *changes),
+        differences=(*_placed_otherwise(hardware, plan.chosen), *changes),
     )
 
 
@@ -127,20 +126,12 @@ def _check_machine(workdir: Path, hardware: HardwareRecord, plan: Plan) -> None:
     raise UserError(f"--measured {workdir}: measured on {theirs}, --target {plan.target} uses {mine}; {remedy}.")
 
 
-def _micro_batch(hardware: HardwareRecord, old: Config) -> int | None:
-    """Returns a run's micro-batch; of a record without one that of its configuration, None where that has none."""
-    if hardware.micro_batch or not old.train.micro_batch:
-        return hardware.micro_batch or None
-    batch, most = old.train.global_batch, old.train.micro_batch
-    return place.cut(global_batch=batch, micro_batch=most, data_axis=hardware.data).micro_batch
-
-
-def _placed_otherwise(hardware: HardwareRecord, chosen: Candidate | None, *, micro_batch: int | None) -> list[str]:
+def _placed_otherwise(hardware: HardwareRecord, chosen: Candidate | None) -> list[str]:
     planned = chosen.overrides() if chosen else {}
     pairs = (
         ("placement", hardware.strategy, "mesh.placement"),
         ("data axis", hardware.data, "mesh.data"),
-        *((("micro-batch", micro_batch, "train.micro_batch"),) if micro_batch else ()),
+        ("micro-batch", hardware.micro_batch, "train.micro_batch"),
         ("remat", hardware.remat, "compute.remat"),
     )
     compared = [(name, old, planned.get(key, old)) for name, old, key in pairs]

@@ -25,7 +25,7 @@ class HardwareRecord(msgspec.Struct, frozen=True, kw_only=True):
     hosts: schema.Size
     strategy: str
     remat: str
-    micro_batch: schema.Index = 0  # as it was taken; 0: nothing is trained, or an older version did not record it
+    micro_batch: schema.Index = 0  # as it was taken; 0: nothing is trained
     since_step: schema.Index = 0
     since_time: float = 0.0
     data: schema.Size  # data axis; the model axis has the other devices
