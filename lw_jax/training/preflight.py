@@ -67,6 +67,9 @@ def _schedule(cfg: Config) -> list[Finding]:
         elif warmup > LONG_WARMUP * steps:
             rule = f"is {warmup / steps:.0%} of {where} {steps} steps: little is learned at the peak of {peak:g}"
             findings.append(Finding("warning", f"{setting} {rule}; a tenth is usual"))
+        if steps < (lengths := len(stage.lengths)):
+            problem = f"stages.{name}.lengths: {lengths} lengths in a stage of {steps} steps, not all are read"
+            findings.append(Finding("warning", f"{problem}; name fewer, or train longer"))
     return findings
 
 

@@ -513,7 +513,7 @@ LATENTS = {"encoder__kind": "bytes", "encoder__texts": 400, "message__bytes": 25
         (LATENTS | {"encoder__texts": 24}, "encoder.texts = 24"),
         (LATENTS, "train.steps = 0"),
         (LATENTS | {"train__steps": 6, "eval__rows": ("half",)}, "eval.rows"),
-        (TRAINING | {"stages__align__share": 0.1}, "stages.align.share = 0.1"),
+        (TRAINING | {"stages__align__share": 0.25}, "stages.align.share = 0.25"),
         (TRAINING | {"stages__pretrain__reconstruct": 0.3}, "stages.pretrain.reconstruct = 0.3"),
         (TRAINING | {"stages__answer__ratios": (2, 32)}, "stages.answer.ratios = 32"),
         (TRAINING | {"stages__answer__slots": (2,)}, r"stages.answer.slots = \(2,\)"),

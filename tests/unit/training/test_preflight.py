@@ -37,7 +37,7 @@ def test_errors_stop_a_run_and_warnings_do_not():
         preflight.refuse([error, warning])
 
 
-SMOKE, TTT = "configs/smoke.py", "configs/ttt/ttt_smoke.py"
+SMOKE, SQUAD, TTT = "configs/smoke.py", "configs/squad.py", "configs/ttt/ttt_smoke.py"
 
 
 LATE = {"train__steps": 700, "train__eval_every": 900}
@@ -48,7 +48,9 @@ LATE = {"train__steps": 700, "train__eval_every": 900}
     [
         ("configs/dpo/vicuna.py", {}, "warning", "rows not checked: pairs.jsonl"),
         # the first stage has 600 of 12,000 steps
-        ("configs/squad.py", {"optim__warmup_steps": 700}, "error", "optim.warmup_steps"),
+        (SQUAD, {"optim__warmup_steps": 700}, "error", "optim.warmup_steps"),
+        (SQUAD, {"train__steps": 20}, "", "stages.pretrain.lengths"),
+        (SQUAD, {"train__steps": 20, "stages__pretrain__share": 0.1}, "warning", "stages.pretrain.lengths"),
         (SMOKE, {}, "", "train.checkpoint_every"),
         (SMOKE, {"train__eval_every": 0}, "warning", "train.checkpoint_every"),
         (SMOKE, LATE, "", "train.eval_every"),  # a validation at the alarm's step is one before the end
