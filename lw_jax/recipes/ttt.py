@@ -16,6 +16,7 @@ from lw_jax.core.progress import phase
 from lw_jax.core.types import LossTerms, Task, Tree
 from lw_jax.data import corpus, documents, row_sources
 from lw_jax.data.corpus import Span, TextTokenizer, WarmupSchedule, Windows
+from lw_jax.data.examples import spread
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, byte_backend, load_tokenizer, wrap
 from lw_jax.evals import ngrams
 from lw_jax.hub import sources, weights
@@ -28,6 +29,7 @@ from sharding.placement import Placement
 NAME = "lm"  # of the model, among the readers of a placement and of a batch
 INNER_START = {"linear": 1.0, "mlp": 0.1}  # of the inner rate at step 0, even to 1 over optim.warmup_steps
 BASELINE_TOKENS = 1 << 26  # of the training text, for the n-gram counts
+BASELINE_PIECE = 1 << 12  # tokens one behind the other among them
 INNER = ("first", "before", "after")  # fast weights for the inner loss of a chunk's last token
 UNSTABLE = 1.0  # inner rate from which on an inner MLP diverged; of 0.01, 0.1, 1 and 10 the authors took 0.1
 MANY_EPOCHS = 4  # beyond it tokens that are read again teach little (Muennighoff et al. 2023)
@@ -124,11 +126,15 @@ class TTT(Recipe):
     def validation(self) -> list[tuple[str, Windows]]:
         """Returns the held-out windows with the unigram and bigram baselines of the training text."""
         train, held_out = self._spans
-        ids = train.corpus.rows([train.start], min(len(train), BASELINE_TOKENS))[0]
-        # The bigram's discount is tuned on the last tenth, outside the counts.
-        cut = len(ids) - len(ids) // 10
+        # From all over the text, whose parts may differ; every tenth piece is for the bigram's discount, not counted.
+        size = min(BASELINE_PIECE, max(2, len(train) // 10))
+        starts = [train.start + size * i for i in spread(len(train) // size, BASELINE_TOKENS // size)]
+        counted, tune = (
+            train.corpus.rows(part, size).ravel()
+            for part in ([start for i, start in enumerate(starts) if i % 10], starts[::10])
+        )
         with phase("counting pairs of tokens for the bigram baseline"):
-            baseline = ngrams.fit(ids[:cut], self.model.vocab, tune=ids[cut:])
+            baseline = ngrams.fit(counted, self.model.vocab, tune=tune)
         return [("", _refuse_empty(Windows(held_out, self.unit[1], NAME, extra=baseline.nll, measure=True)))]
 
     @functools.cached_property

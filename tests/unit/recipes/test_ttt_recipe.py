@@ -126,6 +126,15 @@ def test_validation_of_a_run_is_the_mean_over_all_held_out_tokens(root, params):
     assert found["nll/bigram"] < found["nll/unigram"] < np.log(257)
 
 
+@pytest.mark.parametrize(("last", "tokens"), [(1000, 1 << 26), (2000, 5400)], ids=["the end", "not all is counted"])
+def test_baselines_are_of_all_parts_of_the_training_text(tmp_path, monkeypatch, last, tokens):
+    monkeypatch.setattr("lw_jax.recipes.ttt.BASELINE_TOKENS", tokens)
+    (tmp_path / "parts.txt").write_text("ab" * (6000 - last) + "cd" * last)
+    ((_, windows),) = tiny.make_ttt(tmp_path, data__train=str(tmp_path / "parts.txt")).validation()
+    fields = windows.collate([0, 1])["readers"]["lm"]
+    assert fields["ids"].min() == ord("c") and (fields["bigram"] / windows.length < 0.1).all(), fields["bigram"]
+
+
 # --- the same however it is computed ---
 
 WAYS = {
