@@ -145,7 +145,8 @@ def file_hash(path: Path, *, keep: bool = True) -> str:
     with contextlib.suppress(OSError):  # none, or damaged: the file is hashed again
         if re.fullmatch("[0-9a-f]{64}", noted := note.read_text("ascii", errors="replace")):
             return noted
-    _, digest = measure(path)
+    with phase(f"hashing {path}"):
+        _, digest = measure(path)
     with contextlib.suppress(OSError):  # a cache that is another user's: the file is hashed at each start
         if keep:
             note.parent.mkdir(parents=True, exist_ok=True)

@@ -16,10 +16,10 @@ import numpy as np
 
 from lw_jax.core import schema
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import whole
+from lw_jax.core.files import content_hash, whole
 from lw_jax.core.progress import phase
 from lw_jax.core.types import Tree
-from lw_jax.hub import awq, bert_family, families, gguf_family, tokenizer_files, ttt_family
+from lw_jax.hub import awq, bert_family, families, gguf_family, sources, tokenizer_files, ttt_family
 from lw_jax.hub.config_json import Kind, read_or_default
 from lw_jax.hub.families import Place
 from lw_jax.hub.gguf_header import read_header
@@ -332,7 +332,8 @@ def fingerprint(location: Path, *, describe: Callable[[Path], Config] = describe
     """Identifies a model's weights and configuration, not their path; `describe_bert` describes a BERT-class body.
 
     A blake2b hash over the configuration and, for every tensor in the order of names: name, type, shape and 4 KiB at
-    the start, the middle and the end of its bytes. Fast at any size; a change elsewhere in a tensor is not seen.
+    the start, the middle and the end of its bytes. Fast at any size, the same however a model is split into files; a
+    change elsewhere in a tensor is not seen. What is computed with a model is kept under its `identify`.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps(dataclasses.asdict(describe(location)), sort_keys=True).encode())
@@ -344,6 +345,17 @@ def fingerprint(location: Path, *, describe: Callable[[Path], Config] = describe
                 file.seek(stored.offset + start)
                 digest.update(file.read(min(_SAMPLE_BYTES, stored.nbytes)))
     return digest.hexdigest()
+
+
+def identify(location: Path) -> str:
+    """Returns the hash of a model's configuration and of all its weights, whose files are read once (`file_hash`)."""
+    return content_hash([fingerprint(location), sorted(hash_files(location).values())])
+
+
+def hash_files(location: Path) -> dict[str, str]:
+    """Returns the sha256 of each of a model's weight files."""
+    files = sorted({stored.file for stored in list_tensors(location).values()})
+    return {file.name: sources.file_hash(file) for file in files}
 
 
 def save(

@@ -25,7 +25,7 @@ from lw_jax.data import batches, examples
 from lw_jax.data.batches import Encoded
 from lw_jax.data.loader import batches_of
 from lw_jax.data.packing import Packed
-from lw_jax.hub import sources
+from lw_jax.hub import sources, weights
 from lw_jax.losses import token_losses
 from lw_jax.models import adapter, decoder, kv_prefix, rotary, wire
 from lw_jax.recipes.wire_readers import WireReaders
@@ -53,10 +53,10 @@ def teach(recipe: WireReaders, frozen: Tree, *, batch: int) -> dict[str, jax.Arr
     `eval.taught_steps` of the configuration is the effort; `batch`: most examples at once, a multiple of the data axis.
     """
     with phase("reading the training data that teach the form of the answer"):
-        encoded, identity, vectors = _encode(recipe), recipe.identity(), {}
+        encoded, vectors = _encode(recipe), {}
     for name in recipe.wire.readers:
         training = _TrainingSet.of(dataclasses.replace(encoded, readers={name: encoded.readers[name]}), recipe)
-        path = sources.cache_root() / "taught" / f"{_identify(recipe, training, name, identity[f'llms/{name}'])}.npy"
+        path = sources.cache_root() / "taught" / f"{_identify(recipe, training, name)}.npy"
         # One process decides, so that all train or none does.
         width = recipe.wire.readers[name].config.width
         cached: list | None = processes.from_first(lambda path=path, width=width: _read(path, width))
@@ -190,11 +190,11 @@ def _order(count: int, steps: int, size: int, *, seed: int) -> np.ndarray:
     return np.concatenate(rounds)[:total].reshape(steps, size)
 
 
-def _identify(recipe: WireReaders, training: _TrainingSet, name: str, fingerprint: str) -> str:
+def _identify(recipe: WireReaders, training: _TrainingSet, name: str) -> str:
     cfg = recipe.cfg
     content = {
         "format": FORMAT,
-        "reader": [name, fingerprint],  # its first vector is drawn by name
+        "reader": [name, weights.identify(recipe.locations[name])],  # its first vector is drawn by name
         "stored": cfg.llms[name].weights,
         "arithmetic": precision.resolve(cfg.compute.dtype, recipe.placement.platform),
         "optim": dataclasses.asdict(OPTIM),

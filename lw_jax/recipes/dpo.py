@@ -143,7 +143,7 @@ class DPO(Recipe):
         if self.cfg.dpo.reference != "cached" or self.outline:
             return None
         identity = {
-            "weights": weights.fingerprint(self.location),
+            "weights": weights.identify(self.location),
             "stored": self.llm.weights,
             "arithmetic": list(precision.of(self.cfg.compute.dtype, self.placement.platform)),
             "tokenizer": self.tokenizer.fingerprint,

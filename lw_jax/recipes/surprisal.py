@@ -44,7 +44,7 @@ class Surprisal:
         # What the first token follows: the tokenizer's own beginning, else the end of another document.
         self.begin = self.tokenizer.begin or (self.tokenizer.eos,)
         identity = {
-            "weights": weights.fingerprint(location),
+            "weights": weights.identify(location),
             "tokenizer": self.tokenizer.fingerprint,
             "arithmetic": list(self.precision),
         }

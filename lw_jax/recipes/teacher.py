@@ -34,7 +34,7 @@ class Teacher:
             meaning = {
                 "prompt": dataclasses.asdict(cfg.prompt),
                 "arithmetic": list(precision.of(cfg.compute.dtype, recipe.placement.platform)),
-                "weights": weights.fingerprint(recipe.locations[name]),
+                "weights": weights.identify(recipe.locations[name]),
                 "stored": cfg.llms[name].weights,
                 "tokenizer": tokenizer.fingerprint,
                 "template": cfg.llms[name].template,

@@ -7,7 +7,7 @@ from typing import Any
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.data import tokens
-from lw_jax.hub import sources, tensor_files, weights
+from lw_jax.hub import sources, weights
 from lw_jax.recipes import frozen_models
 from lw_jax.training.wire_folder import BODY, READERS, Model, flag, label, source_of
 
@@ -28,12 +28,11 @@ def describe(cfg: Config, *, names: Collection[str] | None = None) -> dict[str, 
             else:
                 template = cfg.llms[name.removeprefix(READERS)].template
                 tokenizer = tokens.identify(tokens.load_tokenizer(location), template=template)
-            files = sorted({stored.file for stored in tensor_files.list_tensors(location).values()})
             models[name] = Model(
                 source=source,
                 local=sources.is_local(source),
                 fingerprint=weights.fingerprint(location, describe=read),
-                sha256={file.name: sources.file_hash(file) for file in files},
+                sha256=weights.hash_files(location),
                 tokenizer=tokenizer,
             )
     return models

@@ -398,10 +398,12 @@ def test_fingerprint_is_of_the_configuration_and_samples_of_every_tensor(tmp_pat
     shutil.copytree(tmp_path / "m", tmp_path / "copy")
     before, name = weights.fingerprint(tmp_path / "m"), "model.layers.2.mlp.down_proj.weight"
     assert weights.fingerprint(tmp_path / "copy") == before
+    assert weights.identify(tmp_path / "copy") == weights.identify(tmp_path / "m")
     for where, seen in ((0, True), (2000, False), (3376, True), (5000, False), (-1, True)):
         shutil.copy(tmp_path / "m" / "model.safetensors", tmp_path / "copy")
         edit(tmp_path / "copy", lambda tensors, at=where: np.add.at(tensors[name].reshape(-1), [at], 1))
         assert (weights.fingerprint(tmp_path / "copy") != before) == seen, where
+        assert weights.identify(tmp_path / "copy") != weights.identify(tmp_path / "m")
     file = tmp_path / "m" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_theta": 5e4}))
     assert weights.fingerprint(tmp_path / "m") != before

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from lw_jax.data.frozen_cache import CachedRows, Store
+from lw_jax.hub import sources, weights
+from lw_jax.inference import taught_text
 from lw_jax.models import wire
 from tests import tiny
+from tests.unit.recipes import test_dpo, test_surprisal
 
 HALF = 2e-2  # log-probabilities down to -20 kept in fp16, which has 11 bits
 CURVE = 2e-3  # relative, of losses whose teacher is kept in fp16 against one in fp32
@@ -59,6 +62,27 @@ def test_other_examples_of_the_same_teacher_are_added(root):
     more, calls = attend(make(root, eval__batch=4))
     assert len(more) == 13 and calls == ["qwen"], "four examples are missing: one batch"
     assert len(list((make(root)._teacher.stores["qwen"].folder.parent).iterdir())) == 1
+
+
+def test_each_cache_of_a_frozen_model_is_another_where_one_number_within_a_tensor_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(taught_text, "_train", lambda *given, **options: (np.zeros((1, 48), "f"), [1.0] * 4))
+    for name in "abc":
+        tiny.readers(tmp_path / name)
+        (tmp_path / name / "model").symlink_to("llama")
+        rows = '{"prompt": "Where?", "chosen": "Here.", "rejected": "There."}\n' * 9
+        (tmp_path / name / "pairs.jsonl").write_text(rows)
+    tiny.edit_tensors(tmp_path / "c" / "llama", lambda tensors: tensors["model.embed_tokens.weight"][99:100].fill(0.5))
+    prints, folders = set(), []
+    for name in "abc":
+        recipe = make(tmp_path / name, only="llama", eval__taught_steps=4)
+        stores = recipe._teacher.stores["llama"], test_surprisal.make(tmp_path / name).store
+        taught_text.teach(recipe, {"llama": {}}, batch=8)
+        taught = len(list((sources.cache_root() / "taught").iterdir()))
+        stores += (test_dpo.make(tmp_path / name, dpo__reference="cached", train__global_batch=4)._store,)
+        folders.append([*(store.folder for store in stores), taught])
+        prints.add(weights.fingerprint(tmp_path / name / "llama"))
+    a, b, c = folders
+    assert len(prints) == 1 and a == b and not set(a) & set(c), "a copy is the same model"
 
 
 def test_teacher_that_is_asked_otherwise_has_a_store_of_its_own(root, tmp_path):
