@@ -24,8 +24,8 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
         flags = f"--tokens {args.tokens} --temperature {args.temperature:g}"
         raise UserError(f"{flags}: at least one token is needed, and a temperature of 0 or above")
     runtime.start()
-    runtime.enable_compile_cache(sources.cache_root() / "compiled")
     runtime.tell_device()
+    runtime.enable_compile_cache(sources.cache_root() / "compiled")
     lm = language_model.load_trained(loaded.cfg, loaded.workdir, texts=len(args.prompt))
     seed = loaded.cfg.seed if args.seed is None else args.seed
     continuations = lm.generate(args.prompt, args.tokens, temperature=args.temperature, seed=seed)

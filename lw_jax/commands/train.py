@@ -58,8 +58,8 @@ def main(cfg: Config, workdir: Path, record: Callable[[], None] = lambda: None) 
 
     `record` writes what the run is into its folder, once it is known to take a step there.
     """
-    runtime.enable_compile_cache(sources.cache_root() / "compiled")
     runtime.start_devices()
+    runtime.enable_compile_cache(sources.cache_root() / "compiled")
     # An impossible schedule and a missing file are refused before minutes of making readers or fetching models.
     preflight.refuse(preflight.inspect(cfg, None))
     if absent := preflight.missing_data(cfg):

@@ -119,11 +119,16 @@ def enable_compile_cache(folder: Path) -> None:
     """Enables JAX's persistent compilation cache in `folder`, for programs of any size.
 
     A run has a hundred small programs, of 50 ms each. JAX_COMPILATION_CACHE_DIR, a folder that jax.config has already
-    and JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS take precedence. A read-only folder is read.
+    and JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS take precedence. A read-only folder is read. To be called behind
+    `start_devices`: several processes on GPUs have no cache. XLA shares the work of autotuning a program among them,
+    and one that found it in its cache would leave the others waiting for its share.
 
     Raises:
       UserError: the folder does not exist and cannot be made.
     """
+    if jax.process_count() > 1 and jax.default_backend() != "cpu":
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
     if _LEAST not in os.environ:
         jax.config.update(_LEAST.lower(), 0.0)
     named = jax.config.values["jax_compilation_cache_dir"]  # by the variable, or in this process

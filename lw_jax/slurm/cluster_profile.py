@@ -47,7 +47,7 @@ class Site(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     setup: tuple[str, ...] = ()  # shell lines run before training, as an environment's activation
     max_hours: Annotated[float, Meta(ge=0.5)] = math.inf
     cpus_per_gpu: Annotated[int, Meta(ge=1, le=256)] = 8
-    # An absolute folder, shared by all nodes, for compiled programs.
+    # An absolute folder that every job sees, for compiled programs.
     scratch: Annotated[str, Meta(pattern=r"^(/[^$\x00-\x1f\x7f]*)?\Z")] = ""
 
     def __post_init__(self) -> None:

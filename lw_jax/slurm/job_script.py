@@ -30,6 +30,11 @@ def script(job: Job, site: Site) -> str:
 
 def head(job: Job, site: Site, *, extra: Sequence[str] = (), log: str = "%x-%j") -> list[str]:
     cache = Path(site.scratch) / "lw_jax" / "compiled" if site.scratch else sources.cache_root() / "compiled"
+    kept = [
+        "# Later starts reuse the compiled programs.",
+        f"export JAX_COMPILATION_CACHE_DIR={shlex.quote(str(cache))}",
+    ]
+    kept.append('mkdir -p "$JAX_COMPILATION_CACHE_DIR"')
     devices = ",".join(map(str, range(job.gpus)))
     several = ["# One task drives all GPUs of its node.", f"export JAX_LOCAL_DEVICE_IDS={devices}"]
     return [
@@ -44,9 +49,7 @@ def head(job: Job, site: Site, *, extra: Sequence[str] = (), log: str = "%x-%j")
         *site.setup,
         "set -u  # only now: the site's own lines may read unset variables",
         "",
-        "# Later starts reuse the compiled programs.",
-        f"export JAX_COMPILATION_CACHE_DIR={shlex.quote(str(cache))}",
-        'mkdir -p "$JAX_COMPILATION_CACHE_DIR"',
+        *(kept if job.nodes == 1 else []),
         "# XLA's default is 0.75 of a GPU, less than the plan may use; beside the older name it refuses to start.",
         "unset XLA_PYTHON_CLIENT_MEM_FRACTION",
         f"export XLA_CLIENT_MEM_FRACTION={job.memory_fraction:g}",

@@ -134,6 +134,18 @@ def test_compile_cache_that_cannot_be_written_is_read_without_a_warning_a_progra
     assert ("jax_compilation_cache_dir" in made) is not named and (tmp_path / "ours").exists() is not named
 
 
+@pytest.mark.parametrize(("count", "backend", "kept"), [(2, "gpu", False), (2, "cpu", True), (1, "gpu", True)])
+def test_several_processes_on_gpus_have_no_compile_cache(count, backend, kept, tmp_path, monkeypatch):
+    """One that found its program there would leave the others waiting for its share of XLA's autotuning."""
+    made = {}
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    with gpus.compile_cache(None), monkeypatch.context() as patch:
+        patch.setattr(jax.config, "update", made.__setitem__)
+        runtime.enable_compile_cache(tmp_path)
+    assert ("jax_compilation_cache_dir" in made) is kept is made.get("jax_enable_compilation_cache", True)
+
+
 EARLY = """
 import gc, os, signal, sys
 from lw_jax.commands import program

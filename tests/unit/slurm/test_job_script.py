@@ -77,6 +77,7 @@ def test_several_nodes_run_one_task_each_that_drives_all_gpus_of_its_node() -> N
     assert "export JAX_LOCAL_DEVICE_IDS=0,1,2,3,4\n" in text
     assert "--kill-on-bad-exit=0" in text
     assert "JAX_LOCAL_DEVICE_IDS" not in job_script.script(JOB, SITE)
+    assert "COMPILATION_CACHE" not in text, "several processes on GPUs have none"
 
 
 def test_killed_tasks_of_a_long_run_do_not_use_up_the_requeues_at_its_limit() -> None:
