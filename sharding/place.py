@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.errors import PlacementError
@@ -121,6 +122,23 @@ def whole(mesh: Mesh) -> NamedSharding:
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
     return jax.device_put(tree, whole(mesh))
+
+
+def put_first(tree: Any, shardings: Any) -> Any:
+    """Returns the tree on its shardings; what each process has computed for itself is the first one's for all.
+
+    Processors of several kinds round differently, and `device_put` refuses values that differ in one bit.
+    """
+
+    def put(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+        if not leaf.is_fully_addressable:
+            return jax.device_put(leaf, sharding)
+        values = multihost_utils.broadcast_one_to_all(leaf)
+        return jax.make_array_from_callback(leaf.shape, sharding, values.__getitem__)
+
+    if jax.process_count() == 1:
+        return jax.device_put(tree, shardings)
+    return jax.tree.map(put, tree, shardings)
 
 
 def rows(tree: Any, mesh: Mesh) -> Any:

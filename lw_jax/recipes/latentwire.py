@@ -122,9 +122,9 @@ class LatentWire(WireReaders):
         key = rngs.stream(self.cfg.seed, "trainable")
         sizes = jax.device_get(place.replicate(self._embedding_sizes(readers), self.placement.learner))
         # On one device, as every placement has it whole: one program for all of them.
-        trainable = jax.device_put(self._init(key, body, sizes), placed.trainable)
+        trainable = place.put_first(self._init(key, body, sizes), placed.trainable)
         for start in self._starts():
-            trainable = jax.device_put(start(trainable, readers), placed.trainable)
+            trainable = place.put_first(start(trainable, readers), placed.trainable)
         return Weights(trainable, readers)
 
     def _starts(self) -> Iterator[Callable[[Tree, Tree], Tree]]:

@@ -178,7 +178,8 @@ def test_processes_join_past_the_proxies_of_a_cluster(tmp_path, monkeypatch):
     assert not [rank for rank in (0, 1) if "proxy" in (tmp_path / f"stderr-{rank}").read_text()]
 
 
-# A second process whose compiler says half as much again: alone it would take another placement and micro-batch.
+# A second process whose compiler says half as much again, and whose processor rounds otherwise: alone it would take
+# another placement and micro-batch, and start from other adapters.
 OTHERWISE = """
 import dataclasses, os, sys
 import run
@@ -192,14 +193,18 @@ if os.environ["SLURM_PROCID"] == "1":
         found = measure(*args, **kwargs)
         return dataclasses.replace(found, by_mesh=tuple(3 * size // 2 for size in found.by_mesh))
     memory.measure = more
+    from lw_jax.recipes import kv_start
+    moments = kv_start.moments
+    kv_start.moments = lambda sums: [x * (1 + 1e-6) for x in moments(sums)]
 sys.exit(run.main(sys.argv[1:]))
 """
 
 
 @pytest.mark.slow
-def test_first_process_chooses_placement_and_micro_batch_for_both(config_path, tmp_path):
+def test_first_process_chooses_placement_micro_batch_and_start_for_both(config_path, tmp_path):
     argv = ["train", "--config", str(config_path), "--workdir", str(tmp_path / "w"), "--config.mesh.placement=auto"]
     argv += ["--config.compute.remat=auto", "--config.mesh.memory_gb=0.016", "--config.train.micro_batch=0"]
+    argv += ["--config.adapter.kind=kv"]
     with joined(*argv, folder=tmp_path, devices=1, code=OTHERWISE) as started:
         codes, said = finish(started, tmp_path)
     assert codes == [0, 0]
