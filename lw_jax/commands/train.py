@@ -108,6 +108,7 @@ def _train(cfg: Config, workdir: Path, services: sinks.Services | None, record: 
         if first:
             _print_lines(findings)
         identity = recipes.identity(recipe, cfg)
+        processes.check_agreement(identity)
 
     def record_hardware(step: int, micro_batch: int) -> None:
         card = gpus.of_all_devices()

@@ -152,6 +152,20 @@ def gather(value: Any) -> list[Any]:
     return [json.loads(data) for data in _gather_bytes(json.dumps(value).encode())]
 
 
+def check_agreement(identity: dict[str, str]) -> None:
+    """Refuses, in every process, models and data that are not the first one's in all of them."""
+    first, *others = gather(identity)
+    differing = {
+        rank: keys
+        for rank, other in enumerate(others, 1)
+        if (keys := [key for key in sorted(first | other) if first.get(key) != other.get(key)])
+    }
+    if differing:
+        told = "; ".join(f"{', '.join(keys)} in process {rank}" for rank, keys in differing.items())
+        rule = "other models or data than the first process reads; give all nodes the same files and cache"
+        raise UserError(f"{told}: {rule}")
+
+
 def gather_rows(rows: np.ndarray) -> list[np.ndarray]:
     """Returns the rows [n ...] of every process, in their order; n may differ between them."""
     if jax.process_count() == 1:

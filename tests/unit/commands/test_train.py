@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lw_jax.commands import loading, train
-from lw_jax.core import progress
+from lw_jax.core import processes, progress
 from lw_jax.core.errors import UserError
 from lw_jax.data import batches, examples
 from lw_jax.recipes import selfmade
@@ -64,6 +64,18 @@ def test_a_missing_file_is_told_before_a_model_is_made_or_fetched(tmp_path, monk
     monkeypatch.setattr(selfmade, "make_readers", lambda cfg: pytest.fail("models were made"))
     cfg = tiny.make_ttt_config(tmp_path, data__train=str(tmp_path / "gone.txt"))
     with pytest.raises(UserError, match=r"data\.train='.*gone\.txt': no such file"):
+        train.main(cfg, tmp_path / "run")
+
+
+def test_data_that_are_not_the_same_in_all_processes_are_refused(tmp_path, monkeypatch):
+    def gather(value):
+        if not isinstance(value, dict) or "train" not in value:
+            return [value]
+        return [value, value, value | {"train": "old", "more": "x"}]
+
+    monkeypatch.setattr(processes, "gather", gather)
+    cfg = tiny.make_ttt_config(tmp_path, train__steps=2, mesh__placement="single")
+    with pytest.raises(UserError, match="^more, train in process 2: "):
         train.main(cfg, tmp_path / "run")
 
 
