@@ -1,5 +1,6 @@
 """Runtime of a process: distributed start, devices, compile cache, preemption."""
 
+import collections
 import contextlib
 import math
 import os
@@ -39,7 +40,7 @@ def start_devices() -> None:
 
     Raises:
       UserError: JAX_PLATFORMS names what is not here, or is not set and no GPU of a machine for them can be used: JAX
-        may go on without either. Or 64-bit numbers are turned on.
+        may go on without either. Or 64-bit numbers are turned on, or processes have unequal numbers of devices.
     """
     if jax.config.values["jax_enable_x64"]:  # other dtypes within programs, other random draws
         raise UserError(
@@ -60,7 +61,7 @@ def start_devices() -> None:
     why = "JAX found none, what stands above says why"
     try:
         if asked or jax.devices()[0].platform != "cpu" or not has_cuda():
-            return
+            return _check_shares()
     except RuntimeError as error:
         if not has_cuda():
             raise
@@ -68,6 +69,13 @@ def start_devices() -> None:
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     rule = "ask the scheduler for GPUs, or the container for its driver (apptainer --nv); JAX_PLATFORMS=cpu needs none"
     raise UserError(f"a GPU's driver is here and no GPU can be used, CUDA_VISIBLE_DEVICES={seen!r}: {why}; {rule}")
+
+
+def _check_shares() -> None:
+    counts = collections.Counter(device.process_index for device in jax.devices())
+    if len(set(counts.values())) > 1:
+        rule = "each must have as many; ask for --gpus-per-node=N in place of --gpus=N"
+        raise UserError(f"processes have {[counts[rank] for rank in sorted(counts)]} devices: {rule}")
 
 
 def allocator_limit() -> int | None:

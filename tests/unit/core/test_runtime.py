@@ -57,6 +57,13 @@ def test_64_bit_numbers_are_refused_before_a_program_meets_them():
     runtime.start_devices()
 
 
+def test_processes_of_unequal_numbers_of_devices_are_refused_before_a_program_meets_them(monkeypatch):
+    devices = [SimpleNamespace(process_index=index) for index in (1, 1, 0, 0, 0, 0)]
+    monkeypatch.setattr(jax, "devices", lambda _=None: devices)
+    with pytest.raises(UserError, match=r"\[4, 2\] devices.*--gpus-per-node"):
+        runtime.start_devices()
+
+
 def test_memory_is_the_smallest_card_whole_not_the_share_that_the_allocator_reports(monkeypatch):
     assert runtime.device_memory() is None, "CPUs tell none"
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
