@@ -79,7 +79,10 @@ def _port(name: str, text: str) -> int:
 
 
 def _devices(count: int) -> tuple[int, ...]:
-    """A task alone on its node takes all, one with GPUs of its own (--gpus-per-task) these, another one GPU."""
+    """A task alone on its node takes all, one with GPUs of its own (--gpus-per-task) these, another one GPU.
+
+    The only GPU that a task sees is its own (--gpu-bind=single:1, closest).
+    """
     ids = os.environ.get("JAX_LOCAL_DEVICE_IDS")
     if not ids:
         alone = os.environ.get("SLURM_STEP_NUM_NODES") == str(count)
@@ -87,7 +90,8 @@ def _devices(count: int) -> tuple[int, ...]:
         if not asked:  # srun --tres-per-task: "cpu=4,gres/gpu:h100:2"
             entries = os.environ.get("SLURM_TRES_PER_TASK", "").split(",")
             asked = next((entry for entry in entries if entry.startswith("gres/gpu")), "")
-        own = re.split("[:=]", asked)[-1] == str(len(seen.split(",")))  # "2", "h100:2"; --gpu-bind=none shows all
+        # "2", "h100:2"; --gpu-bind=none shows all
+        own = (seen and "," not in seen) or re.split("[:=]", asked)[-1] == str(len(seen.split(",")))
         return () if alone or own else (_number("SLURM_LOCALID"),)
     if not re.fullmatch(r"\d+(,\d+)*", ids, re.ASCII):
         raise _refusal("JAX_LOCAL_DEVICE_IDS", "numbers of this node's devices are needed, as 0,1,2,3")

@@ -76,6 +76,9 @@ def test_address_and_devices_of_jax_take_precedence(read):
         ({"SLURM_TRES_PER_TASK": "gres/gpu:h100=2,cpu=9", "CUDA_VISIBLE_DEVICES": "2,3"}, ()),
         ({"SLURM_TRES_PER_TASK": "cpu=4", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, (3,)),
         ({"SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, (3,)),  # with --gpu-bind=none
+        ({"CUDA_VISIBLE_DEVICES": "0"}, ()),  # of --gpu-bind=single:1: each sees its own as number 0
+        ({"CUDA_VISIBLE_DEVICES": "3"}, ()),  # of a wrapper
+        ({"CUDA_VISIBLE_DEVICES": ""}, (3,)),
         ({"SLURM_STEP_NUM_NODES": "4", "JAX_LOCAL_DEVICE_IDS": "1"}, (1,)),
     ],
 )
