@@ -10,7 +10,8 @@ import re
 from lw_jax.core.errors import UserError
 
 ALONE = "SLURM_STEP_NUM_TASKS=1"  # what lets a process run alone, whatever else is set
-_PORTS = 4096  # the last ones, of which the job's number picks one, as JAX does
+_PORTS = 4096  # the last ones, of which the numbers of job and step pick one
+STRIDE = 61  # ports between two jobs that follow each other, as they may share a node: for the steps of the first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ def read() -> Step | None:
     if rank >= count:
         raise _refusal("SLURM_PROCID", f"a number below {count}, the tasks of the step, is needed")
     number = _number("SLURM_STEP_ID", "0")
-    host, port = _address(job + number)
+    host, port = _address(job * STRIDE + number)
     return Step(rank, count, host, port, _devices(count), f"{job}.{number}")
 
 

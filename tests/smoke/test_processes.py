@@ -20,7 +20,7 @@ import pytest
 
 import run
 from lw_jax.commands import loading, parser
-from lw_jax.core import config, runtime
+from lw_jax.core import config, launcher, runtime
 from lw_jax.recipes.latentwire import LatentWire
 from tests import tiny
 from tests.commands import PROJECT
@@ -50,11 +50,11 @@ def curve_of_one(path: Path, folder: Path, *assignments: str) -> list[float]:
 
 
 def free_job() -> str:
-    """A SLURM job number whose coordinator's port, which JAX derives from it, is free."""
+    """A SLURM job number whose coordinator's port, which `launcher.read` derives from it, is free."""
     for _ in range(50):
         job = random.randrange(4096)
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", 65535 - 4096 + 1 + job))
+            probe.bind(("127.0.0.1", 65535 - 4096 + 1 + job * launcher.STRIDE % 4096))
             return str(job)
     raise AssertionError("no free port in 50 tries")
 

@@ -46,7 +46,12 @@ def test_what_is_no_step_of_several_tasks_runs_alone(environment, read):
 @pytest.mark.parametrize("number", [3, 4])
 def test_tasks_of_a_step_go_before_those_of_the_job_and_each_step_has_a_port(number, read):
     found = read(STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": str(number)})
-    assert found == launcher.Step(0, 2, "n03", 61440 + (4711 + number) % 4096, (0,), f"4711.{number}")
+    assert found == launcher.Step(0, 2, "n03", 61440 + (4711 * 61 + number) % 4096, (0,), f"4711.{number}")
+
+
+def test_two_jobs_on_a_node_have_ports_of_their_own(read):
+    jobs = [{"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "4712", "SLURM_STEP_ID": "0"}]
+    assert len({read(STEP | job).port for job in jobs}) == 2
 
 
 @pytest.mark.parametrize(
