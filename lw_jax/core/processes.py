@@ -124,7 +124,7 @@ def from_first(make: Callable[[], Any]) -> Any:
     if client is None:
         return make()
     key = f"latentwire/decision/{next(_numbers)}"
-    if jax.process_index() == 0:
+    if distributed.global_state.process_id == 0:  # `jax.process_index` would start the devices, see `_client`
         try:
             value = make()
         except UserError as error:

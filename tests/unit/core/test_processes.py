@@ -114,6 +114,7 @@ def test_what_the_first_process_finds_holds_for_all(monkeypatch):
     store: dict[str, str] = {}
     client = SimpleNamespace(key_value_set=store.__setitem__, blocking_key_value_get=lambda key, _: store[key])
     monkeypatch.setattr(processes, "_client", lambda: client)
+    monkeypatch.setattr(jax, "process_index", lambda: pytest.fail("the devices of another run's owner were started"))
     monkeypatch.setattr(processes, "_numbers", iter([0, 1, 0, 1]))
 
     def refuse():
@@ -122,7 +123,7 @@ def test_what_the_first_process_finds_holds_for_all(monkeypatch):
     assert processes.from_first(lambda: {"step": 50}) == {"step": 50}
     with pytest.raises(UserError, match="all are damaged"):
         processes.from_first(refuse)
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(processes.distributed.global_state, "process_id", 1)
     assert processes.from_first(lambda: {"step": 51}) == {"step": 50}
     with pytest.raises(UserError, match="all are damaged"):
         processes.from_first(lambda: None)
