@@ -63,10 +63,9 @@ class Checkpointer:
             for step, record in sorted(_whole(self._read_records()).items()):
                 checkpoint_record.check_identity(self._folder / str(step), record["identity"], identity)
         orbax_logs.install()
-        self._orbax = ocp.AsyncCheckpointer(
-            ocp.PyTreeCheckpointHandler(),
-            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._write_record),
-        )
+        # Hashing a large checkpoint may outlast orbax's 20 minutes; the death of a process is detected by the watch.
+        patience = ocp.options.AsyncOptions(processes.PATIENCE, post_finalization_callback=self._write_record)
+        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=patience)
 
     def __enter__(self) -> Self:
         return self

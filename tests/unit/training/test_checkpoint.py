@@ -300,6 +300,13 @@ def test_first_process_chooses_the_checkpoint_of_all(written, two, monkeypatch):
     assert [(one.step, one.data) for one in found] == [(3, {"next_index": 30})] * 2
 
 
+def test_a_commit_that_takes_hours_is_waited_for(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(checkpoint.ocp, "AsyncCheckpointer", lambda _, async_options: given.append(async_options))
+    reopen(tmp_path)
+    assert given[0].timeout_secs >= 12 * 3600, "orbax's own limit, 20 minutes, holds for the hashes too"
+
+
 def test_full_disk_is_refused_with_folder_and_bytes_and_keeps_earlier_checkpoints(tmp_path, capfd):
     """RLIMIT_FSIZE lets the kernel refuse a large write as it does on a full disk."""
     values = np.random.default_rng(0).normal(size=(401, 499)).astype(np.float32)
