@@ -33,8 +33,8 @@ def head(job: Job, site: Site, *, extra: Sequence[str] = (), log: str = "%x-%j")
     kept = [
         "# Later starts reuse the compiled programs.",
         f"export JAX_COMPILATION_CACHE_DIR={shlex.quote(str(cache))}",
+        'mkdir -p "$JAX_COMPILATION_CACHE_DIR"',
     ]
-    kept.append('mkdir -p "$JAX_COMPILATION_CACHE_DIR"')
     devices = ",".join(map(str, range(job.gpus)))
     several = ["# One task drives all GPUs of its node.", f"export JAX_LOCAL_DEVICE_IDS={devices}"]
     return [
