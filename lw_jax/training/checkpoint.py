@@ -278,9 +278,12 @@ class Checkpointer:
             try:
                 if path.suffix != REMOVED:
                     path = path.rename(path.with_name(path.name + REMOVED))
-                shutil.rmtree(path)
             except OSError as error:
                 raise UserError(f"{path}: an old checkpoint cannot be removed: {error}; remove it by hand") from error
+            try:
+                shutil.rmtree(path)
+            except OSError as error:  # NFS keeps the files that a reader on this node has open
+                _log.warning("%s: not empty yet (%s); the rest is removed at a later checkpoint", path, error)
 
     def _list_steps(self) -> list[Path]:
         for _ in range(TRIES):

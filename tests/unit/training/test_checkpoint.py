@@ -227,6 +227,20 @@ def test_partial_write_is_never_a_checkpoint_and_goes_with_the_next_save(two):
     assert sorted(path.name for path in two.iterdir()) == ["3", "5", "7", "notes", "\u00b2"]
 
 
+def test_old_checkpoint_that_a_reader_holds_open_on_nfs_goes_with_a_later_save(two, monkeypatch, caplog):
+    def held(path):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    with reopen(two, keep=1) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", held)
+            checkpointer.save(7, make_state(), data={}, wait=True)
+        assert sorted(path.name for path in two.iterdir()) == ["3.removed", "5.removed", "7"]
+        assert f"{two / '3.removed'}: " in caplog.text
+        checkpointer.save(8, make_state(), data={}, wait=True)
+    assert [path.name for path in two.iterdir()] == ["8"]
+
+
 def test_other_identity_is_refused_with_key_and_values(written):
     for identity, words in (
         (IDENTITY | {"config": "zz"}, "config=a1.*config=zz"),
