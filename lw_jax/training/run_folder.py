@@ -155,7 +155,7 @@ def lock(workdir: Path, name: str = LOCK, *, flag: str = "--workdir") -> None:
         return
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; the folder must be writable: choose {flag}.") from error
     try:

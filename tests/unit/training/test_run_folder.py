@@ -141,6 +141,15 @@ def test_lock_on_a_full_disk_is_refused_by_file_and_let_go(tmp_path: Path) -> No
     run_folder.lock(tmp_path)
 
 
+def test_lock_is_writable_for_a_group_whose_umask_says_so(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        run_folder.lock(tmp_path)
+    finally:
+        os.umask(before)
+    assert (tmp_path / run_folder.LOCK).stat().st_mode & 0o777 == 0o664
+
+
 def test_lock_follows_no_link(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "precious").write_text("kept")
