@@ -1,7 +1,8 @@
 """On-disk cache of frozen-model outputs, one row an example.
 
 A store belongs to one model, as it is asked (weights, tokenizer, words); its rows belong to examples, found again by a
-key of what the model is given, so that another data set or order takes up what is there.
+key of what the model is given, so that another data set or order takes up what is there. Each node writes files of its
+own: the locks of some file systems (BeeGFS, Lustre with localflock) hold within a node only.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from lw_jax.core.files import content_hash, locked, make_cache
 from lw_jax.core.progress import phase
 
 Rows = dict[str, Any]  # arrays [b ...]
-FORMAT = 3  # 3: keys know the lengths of their parts, and rows of the teacher how it computes
+FORMAT = 4  # 4: files of each node
 KEY_BYTES = 16
 
 
@@ -30,7 +31,10 @@ class Store:
         self.rows = {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in rows.items()}
         shapes = {name: [shape, str(dtype)] for name, (shape, dtype) in self.rows.items()}
         self.folder = make_cache(root / content_hash([FORMAT, meaning, shapes], size=8))
-        self._rows: dict[bytes, int] = {}
+        self._sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in self.rows.items()}
+        self._sizes["keys"] = KEY_BYTES
+        self._own = self.folder / f"node-{os.uname().nodename}"
+        self._rows: dict[bytes, tuple[Path, int]] = {}  # key -> folder of its files, place in them
 
     def fill(
         self, keys: Sequence[bytes], compute: Callable[[list[int]], Rows], *, batch: int, what: str = "rows"
@@ -39,7 +43,11 @@ class Store:
 
         `what` says to people what is computed.
         """
+        self._read_keys()
+        if self._rows.keys() >= set(keys):  # no waiting for a job that computes others, no writing
+            return 0
         with locked(self.folder / "lock"):  # of two jobs one computes, the other finds it done
+            self._cut()
             self._read_keys()
             missing = [i for i, key in enumerate(keys) if key not in self._rows]
             missing = list({keys[i]: i for i in missing}.values())
@@ -61,38 +69,50 @@ class Store:
                 f"{self.folder}: no row for {len(missing)} of {len(keys)} requested examples, as {missing[0].hex()}: "
                 "they were never computed, or the folder has been changed; remove it, it is then computed anew"
             )
+        rows = {name: np.empty((len(keys), *shape), dtype) for name, (shape, dtype) in self.rows.items()}
         places = [self._rows[key] for key in keys]
         try:
-            return {
-                name: np.memmap(self.folder / name, dtype, "r", shape=(len(self._rows), *shape))[places]
-                for name, (shape, dtype) in self.rows.items()
-            }
+            for folder in {folder for folder, _ in places}:
+                here = [i for i, (where, _) in enumerate(places) if where == folder]
+                numbers = [places[i][1] for i in here]
+                for name, (shape, dtype) in self.rows.items():
+                    stored = np.memmap(folder / name, dtype, "r", shape=(max(numbers) + 1, *shape))
+                    rows[name][here] = stored[numbers]
         except (OSError, ValueError) as error:  # a file that became shorter cannot be mapped
             raise UserError(
                 f"{self.folder}: changed while it is read ({error}); remove it, it is then computed anew"
             ) from error
+        return rows
 
     def _read_keys(self) -> None:
-        """Reads which rows are whole, and cuts off what a stopped job left behind them."""
-        sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in self.rows.items()}
-        sizes["keys"] = KEY_BYTES
-        for name in sizes:
-            (self.folder / name).touch()
+        """Reads which rows are whole, of all nodes."""
+        self._rows = {}
+        for file in sorted(self.folder.glob("*/keys")):
+            count, raw = self._count(file.parent), file.read_bytes()
+            self._rows |= {raw[i * KEY_BYTES : (i + 1) * KEY_BYTES]: (file.parent, i) for i in range(count)}
+
+    def _count(self, folder: Path) -> int:
         # A machine that lost its power may have kept a key and not its row.
-        count = min((self.folder / name).stat().st_size // size for name, size in sizes.items())
-        for name, size in sizes.items():
-            os.truncate(self.folder / name, count * size)
-        raw = (self.folder / "keys").read_bytes()
-        self._rows = {raw[i * KEY_BYTES : (i + 1) * KEY_BYTES]: i for i in range(count)}
+        files = {folder / name: size for name, size in self._sizes.items()}
+        return min(file.stat().st_size // size if file.exists() else 0 for file, size in files.items())
+
+    def _cut(self) -> None:
+        """Cuts off what a stopped job of this node left behind its whole rows."""
+        self._own.mkdir(exist_ok=True)
+        count = self._count(self._own)
+        for name, size in self._sizes.items():
+            with (self._own / name).open("ab") as file:
+                file.truncate(count * size)
 
     def _append(self, keys: list[bytes], rows: Rows) -> None:
         """Writes rows first and then their keys, which make them valid."""
         for name, (_, dtype) in self.rows.items():
-            with (self.folder / name).open("ab") as out:
+            with (self._own / name).open("ab") as out:
                 out.write(np.ascontiguousarray(rows[name], dtype).tobytes())
-        with (self.folder / "keys").open("ab") as out:
+        with (self._own / "keys").open("ab") as out:
+            first = out.tell() // KEY_BYTES
             out.write(b"".join(keys))
-        self._rows |= {key: len(self._rows) + i for i, key in enumerate(keys)}
+        self._rows |= {key: (self._own, first + i) for i, key in enumerate(keys)}
 
 
 @dataclasses.dataclass(frozen=True)

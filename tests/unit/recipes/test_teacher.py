@@ -1,10 +1,14 @@
 """lw_jax/recipes/teacher.py: a teacher's likeliest tokens are computed once, and are the live teacher's."""
 
+import fcntl
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lw_jax.data import frozen_cache
 from lw_jax.data.frozen_cache import CachedRows, Store
 from lw_jax.hub import sources, weights
 from lw_jax.inference import taught_text
@@ -121,9 +125,9 @@ def test_store_of_a_stopped_job_is_taken_up_where_its_keys_end(tmp_path, name, c
     keys = list(ROWS)
     Store(tmp_path, {"of": "a"}, rows=SHAPES).fill(keys, compute([]), batch=3)
     store, asked = Store(tmp_path, {"of": "a"}, rows=SHAPES), []
-    file = store.folder / name
+    (file,) = store.folder.glob(f"*/{name}")
     file.write_bytes(file.read_bytes()[: file.stat().st_size - cut])
-    with (store.folder / "ids").open("ab") as rest:
+    with (file.parent / "ids").open("ab") as rest:
         rest.write(b"half a row")  # written, but its key was not
     assert store.fill(keys, compute(asked), batch=3) == missing
     assert sum(len(set(one)) for one in asked) == missing
@@ -132,11 +136,30 @@ def test_store_of_a_stopped_job_is_taken_up_where_its_keys_end(tmp_path, name, c
     np.testing.assert_allclose(found["logp"], compute([])(range(7))["logp"], rtol=1e-3)  # fp16
 
 
-def test_each_key_is_computed_once_in_batches_of_one_size(tmp_path):
+def test_nodes_whose_locks_do_not_meet_leave_each_other_s_rows_alone(tmp_path, monkeypatch):
+    keys, stores = list(ROWS), []
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    for node in ("one", "two"):
+        monkeypatch.setattr(os, "uname", lambda node=node: os.uname_result(("Linux", node, "", "", "")))
+        stores.append(Store(tmp_path, {}, rows=SHAPES))
+    one, two = stores
+
+    def meanwhile(positions):
+        two.fill(keys[3:], lambda behind: compute([])([i + 3 for i in behind]), batch=2)
+        return compute([])(positions)
+
+    assert one.fill(keys, meanwhile, batch=3) == 7
+    two.fill(keys, compute([]), batch=3)
+    for store in stores:
+        np.testing.assert_array_equal(store.read(keys)["ids"], compute([])(range(7))["ids"])
+
+
+def test_each_key_is_computed_once_in_batches_of_one_size(tmp_path, monkeypatch):
     keys, asked = list(ROWS), []
     store = Store(tmp_path, {}, rows=SHAPES)
     assert store.fill([*keys, keys[2]], compute(asked), batch=4) == 7
     assert [len(one) for one in asked] == [4, 4]
+    monkeypatch.setattr(frozen_cache, "locked", None)  # what is all there waits for no job, and writes nothing
     assert store.fill(keys, compute(asked), batch=4) == 0 and len(asked) == 2
     assert CachedRows(store, [keys[6], keys[1]])([1, 0])["ids"][:, 0, 0].tolist()[0] in (100, 200, 800)
 
