@@ -1,7 +1,8 @@
 """A text corpus as token ids on disk: tokenised once, packed without padding, read without loading it; its windows.
 
 A corpus belongs to what its source is (`documents.identify`) and to a tokenizer; another of either is another folder.
-Its meta.json is written last, so that it stands for a whole corpus; what a killed job left is written anew.
+Its meta.json is written last, so that it stands for a whole corpus; what a killed job left is written anew. Each node
+writes a file of ids of its own, which meta.json names: the locks of some file systems hold within a node only.
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ import functools
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, TypeGuard
@@ -31,7 +33,8 @@ FORMAT = 3  # of the ids' file, and of how documents are cut and joined
 INSIDE = 1  # of how tokenizers that add a blank to a text read a document's later pieces
 BATCH = 1 << 22  # characters tokenised at once
 NARROW = 1 << 16  # vocabularies up to it are kept as uint16
-META, IDS, LOCK = "meta.json", "ids.bin", "lock"
+META, LOCK = "meta.json", "lock"
+STALE = 3600  # seconds since a packer that stopped has written
 _ANEW = "remove the folder, it is then packed anew"
 _log = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ class _Meta(msgspec.Struct, frozen=True):
     blank: _Count = 0  # documents without text, left out
     bytes: _Count = 0  # of text, UTF-8
     tokens: _Count = 0
+    ids: Annotated[str, msgspec.Meta(pattern=r"^ids[^/]*\.bin$")] = "ids.bin"  # the file of all ids
 
 
 class Corpus(_Meta, frozen=True, kw_only=True, dict=True):
@@ -89,7 +93,7 @@ class Corpus(_Meta, frozen=True, kw_only=True, dict=True):
     @functools.cached_property
     def _ids(self) -> np.ndarray:
         # As a plain array: a slice of a memmap itself takes ten times as long.
-        return np.asarray(np.memmap(self.folder / IDS, np.dtype(self.dtype).newbyteorder("<"), "r"))
+        return np.asarray(np.memmap(self.folder / self.ids, np.dtype(self.dtype).newbyteorder("<"), "r"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,8 +205,11 @@ def pack(
 def _make(folder: Path, name: str, pieces: Iterable[Piece], tokenizer: TextTokenizer) -> None:
     dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab <= NARROW else "uint32"
     counts = {"documents": 0, "blank": 0, "bytes": 0, "tokens": 0}
-    inside = False
-    with phase(f"tokenising {name}", unit="MB of text") as progress, (folder / IDS).open("wb") as out:
+    inside, file = False, folder / f"ids-{os.uname().nodename}.bin"
+    for left in folder.glob("ids*.bin"):
+        if time.time() - left.stat().st_mtime > STALE:
+            left.unlink()
+    with phase(f"tokenising {name}", unit="MB of text") as progress, file.open("wb") as out:
         for batch in _batches(pieces, counts):
             ids = _encode(batch, tokenizer, inside=inside)
             out.write(ids.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
@@ -212,7 +219,7 @@ def _make(folder: Path, name: str, pieces: Iterable[Piece], tokenizer: TextToken
         _flush(out)
     if not counts["documents"]:
         raise UserError(f"{name}: no text in its {counts['blank']} documents; name another source")
-    meta = _Meta(FORMAT, name, tokenizer.fingerprint, tokenizer.begin, tokenizer.eos, dtype, **counts)
+    meta = _Meta(FORMAT, name, tokenizer.fingerprint, tokenizer.begin, tokenizer.eos, dtype, **counts, ids=file.name)
     with whole(folder / META) as partial, partial.open("wb") as out:
         out.write(msgspec.json.encode(meta))
         _flush(out)
@@ -271,7 +278,7 @@ def _flush(out: IO[Any]) -> None:
 
 def _load(folder: Path) -> Corpus:
     meta = schema.read(folder / META, _Meta, remedy=_ANEW)
-    file, size = folder / IDS, meta.tokens * np.dtype(meta.dtype).itemsize
+    file, size = folder / meta.ids, meta.tokens * np.dtype(meta.dtype).itemsize
     actual_size = file.stat().st_size if file.is_file() else 0
     if actual_size != size:
         raise UserError(f"{file}: {actual_size} bytes, {META} has {size}; {_ANEW}")
