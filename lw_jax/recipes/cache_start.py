@@ -6,9 +6,11 @@ fitted, which serves few positions and hurts many (docs/messages.md).
 """
 
 import dataclasses
+import errno
 import functools
 import logging
 import math
+import os
 import shutil
 import tempfile
 import time
@@ -95,12 +97,21 @@ def _divide(questions: Sequence[Example], count: int, most: int, *, seed: int) -
     return [question for question in chosen if question.context not in contexts] or held_out, held_out
 
 
-def _check_disk(recipe: "CacheWire", name: str, tokens: int) -> None:
-    """Refuses a disk without room for `_States`, before hours of reading: a node's own may be small."""
+def _check_disk(recipe: "CacheWire", name: str, tokens: int, file: IO[bytes] | None = None) -> None:
+    """Refuses a disk without room for `_States`, before hours of reading: a node's own may be small.
+
+    Room for their `file` is taken at once: another start on the node may have found the same room free.
+    """
     config, folder = recipe.wire.readers[name].config, tempfile.gettempdir()
     needed = 2 * config.layers * config.kv_heads * config.head_dim * tokens * jnp.dtype(jnp.bfloat16).itemsize
-    free = shutil.disk_usage(folder).free
-    if needed > free:
+    full = needed > shutil.disk_usage(folder).free
+    if file and not full:
+        try:
+            os.posix_fallocate(file.fileno(), 0, needed)
+        except OSError as error:
+            full = error.errno not in (errno.EOPNOTSUPP, errno.EINVAL)  # these two: the file system cannot
+    if full:
+        free = shutil.disk_usage(folder).free
         raise UserError(
             f"{folder}: keys and values of {tokens:,} tokens of reader {name!r} take {bytes_of(needed)} there until "
             f"its basis is found, {bytes_of(free)} are free: free space, or set TMPDIR to a folder with more"
@@ -150,6 +161,7 @@ def _fit(recipe: "CacheWire", params: Tree, name: str, ids: Sequence[np.ndarray]
     shape = (config.layers, config.kv_heads, config.head_dim)
     read: list[_Text] = []
     with tempfile.TemporaryFile() as file:
+        _check_disk(recipe, name, sum(map(len, ids)), file)
         states = _States(file, 2 * math.prod(shape))
         with phase(f"{name}: reading texts twice", len(ids), "texts") as done:
             for y, text in done.track(_read(recipe, params, name, ids)):

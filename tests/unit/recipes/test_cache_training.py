@@ -1,5 +1,7 @@
 """A cache wire's basis: fitted twice, and trained from there."""
 
+import errno
+import os
 import shutil
 import types
 
@@ -146,7 +148,18 @@ def test_a_disk_without_room_for_the_states_is_refused_before_a_text_is_read(roo
         cache_start.start(recipe, {})
 
 
+def test_room_that_another_start_took_meanwhile_is_missed_before_a_text_is_read(root, monkeypatch):
+    recipe = make(root)
+    monkeypatch.setattr(os, "posix_fallocate", tiny.no_space)
+    with pytest.raises(UserError, match=r"reader 'llama' take .*TMPDIR"):
+        cache_start._fit(recipe, {}, "llama", [np.arange(13)])
+
+
 def test_the_basis_is_fitted_anew_to_what_messages_say(root, monkeypatch):
+    def unable(*_):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", unable)  # as on a file system that takes no room beforehand
     recipe = make(root, only="qwen", encoder__width=12, encoder__ratio=4)
     first, fit_code = [], cache_code.fit_code
     monkeypatch.setattr(cache_code, "fit_code", lambda *a, **k: first.append(fit_code(*a, **k)) or first[-1])
