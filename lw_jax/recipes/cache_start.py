@@ -105,7 +105,7 @@ def _check_disk(recipe: "CacheWire", name: str, tokens: int, file: IO[bytes] | N
     config, folder = recipe.wire.readers[name].config, tempfile.gettempdir()
     needed = 2 * config.layers * config.kv_heads * config.head_dim * tokens * jnp.dtype(jnp.bfloat16).itemsize
     full = needed > shutil.disk_usage(folder).free
-    if file and not full:
+    if file and not full and hasattr(os, "posix_fallocate"):  # not on macOS
         try:
             os.posix_fallocate(file.fileno(), 0, needed)
         except OSError as error:
