@@ -19,6 +19,7 @@ def figures(value: float) -> dict[str, Any]:
 
 def between(**changes: Any) -> dict[str, Any]:
     told: dict[str, Any] = {"normalised_f1": 0.913, "recovered_nll": 0.872, "gap_f1": 0.31, "gap_nll": 1.234}
+    told |= {"own_f1": 0.881, "own_nll": 0.845}
     told |= {f"{key}_interval": [value - 0.1, value + 0.1] for key, value in told.items()}
     return told | {"upper": "text", "fewer_positions": 3.125} | changes
 

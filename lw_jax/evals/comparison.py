@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from lw_jax.core.eval_rows import OF_CACHE, ROWS
+from lw_jax.evals import verdict
 from lw_jax.evals.statistics import Bootstrap, Estimate
 from lw_jax.evals.verdict import format_interval
 
@@ -54,7 +55,8 @@ def compare(records: Sequence[Record], *, seed: int) -> dict[str, Row]:
     normalised_f1 = (message - none) / (text - none), recovered_nll = (none - message) / (none - text): None, with the
     reason under "..._reason", where the interval of the denominator reaches 0; of a cache's rows with their names
     behind, as normalised_f1_half. fewer_positions: the text's reader
-    positions / the message's. gap_nll = shuffled - latents, gap_f1 = latents - shuffled: the gain of the right latents.
+    positions / the message's. gap_nll = shuffled - latents, gap_f1 = latents - shuffled: the gain of the right latents;
+    own_nll and own_f1 are these over the text's gain, likewise.
     follows: of the questions where the reader follows a text with another answer in it, the share where it follows that
     text's message. A figure is absent where one of its rows was not measured. examples: compared in each row, without
     follows; texts: those that they are about.
@@ -91,12 +93,17 @@ def _compare_plain(groups: Mapping[str, Sequence[Record]], rows: Mapping[str, Ma
                 f"recovered_nll{name}": (none["nll"] - message["nll"], none["nll"] - text["nll"]),
             }
             for key, (part, whole) in shares.items():
-                figures |= _share(key, part, whole, upper)
+                figures |= _share(key, part, whole, f"{upper} may be no better than none")
     if upper and "latents" in rows and (kept := _mean(groups["latents"], "positions")):
         figures["fewer_positions"] = _mean(groups[upper], "positions") / kept
     if {"latents", "shuffled"} <= rows.keys():
         right, other = rows["latents"], rows["shuffled"]
-        figures |= (other["nll"] - right["nll"]).named("gap_nll") | (right["f1"] - other["f1"]).named("gap_f1")
+        gap_nll, gap_f1 = other["nll"] - right["nll"], right["f1"] - other["f1"]
+        figures |= gap_nll.named("gap_nll") | gap_f1.named("gap_f1")
+        if upper:
+            reason = f"{upper} may be no better than shuffled"
+            figures |= _share("own_nll", gap_nll, other["nll"] - rows[upper]["nll"], reason)
+            figures |= _share("own_f1", gap_f1, rows[upper]["f1"] - other["f1"], reason)
     return figures
 
 
@@ -178,6 +185,7 @@ def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
     shares = [
         f"{key}{row}" for row in ("", *(f"_{row}" for row in OF_CACHE)) for key in ("normalised_f1", "recovered_nll")
     ]
+    shares += verdict.OWN
     for key in (*shares, "gap_f1", "gap_nll", "follows"):
         against = f" of {figures['upper']}" if key in shares and "upper" in figures else ""
         if figures.get(key) is not None:
@@ -194,9 +202,9 @@ def _group(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
     return {key: sorted(group, key=lambda record: record["index"]) for key, group in grouped.items()}
 
 
-def _share(key: str, part: Estimate, whole: Estimate, upper: str) -> Row:
+def _share(key: str, part: Estimate, whole: Estimate, rule: str) -> Row:
     low = (whole.interval() or [-np.inf])[0]
     if not (whole.value > 0 and low > 0):
-        reason = f"{upper} may be no better than none ({whole.value:.3f}, {format_interval(whole.interval())})"
+        reason = f"{rule} ({whole.value:.3f}, {format_interval(whole.interval())})"
         return {key: None, f"{key}_interval": None, f"{key}_reason": reason}
     return part.over(whole).named(key)

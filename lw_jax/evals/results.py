@@ -58,6 +58,8 @@ MESSAGE = {  # figures of a reader's messages
 COMPARISON = {  # figures of `comparison.compare`
     "normalised_f1": Column("normalised F1", "%", 100, True),
     "recovered_nll": Column("recovered NLL", "%", 100, True),
+    "own_f1": Column("F1 beyond another text's message", "%", 100, True),
+    "own_nll": Column("NLL beyond another text's message", "%", 100, True),
     "gap_f1": Column("gap of F1", "points", 100, True),
     "gap_nll": Column("gap of NLL", "nats a token", 1, True),
     "follows": Column("follows a changed message, of changed texts followed", "%", 100, True),

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SHARES = ("normalised_f1", "recovered_nll")  # of the text's own gain
-CARRIED = 0.6  # share of the text's own gain, by answers (normalised F1) or by likelihood (recovered NLL)
+OWN = ("own_f1", "own_nll")  # of its gain over another text's message, which gives the form of an answer too
+CARRIED = 0.6  # least share, by answers or by likelihood, of SHARES and of OWN
 AS_WELL = 0.9  # of the text's own gain: a message whose whole interval is above it serves as well as the text
 FAILS = 0.1  # of the text's own gain: with another text's message no more of it is left
 FEWEST = 8  # texts of a verdict: of fewer a bootstrap's interval may have no width at all
@@ -26,13 +27,15 @@ def judge(figures: Mapping[str, Any]) -> str:
         return "unknown"
     if _may_be_zero(figures, "gap_nll"):  # the right latents may help no more than another text's
         return "collapsed"
-    known = [key for key in SHARES if figures.get(key) is not None]
-    if "gap_nll" not in figures or not known:
+    if "gap_nll" not in figures or all(figures.get(key) is None for key in SHARES):
         return "unknown"
-    above = [figures[key] for key in known if not _may_be_zero(figures, key)]
-    if not above:
+    if not (above := _settled(figures, SHARES)):
         return "useless"
-    return "carries" if max(above) >= CARRIED else "partly"
+    return "carries" if min(max(above), max(_settled(figures, OWN), default=0)) >= CARRIED else "partly"
+
+
+def _settled(figures: Mapping[str, Any], keys: Sequence[str]) -> list[float]:
+    return [figures[key] for key in keys if figures.get(key) is not None and not _may_be_zero(figures, key)]
 
 
 def sentence(reader: str, figures: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:
@@ -65,12 +68,21 @@ def _describe_share(figures: Mapping[str, Any], rows: Mapping[str, Mapping[str, 
     if "fewer_positions" in figures:
         begin, of = f"from {message['positions']:.0f} positions ", f"the {text['positions']:.0f} of the text"
     known = figures.get("normalised_f1") is not None
-    key, gain = ("normalised_f1", "gain in F1") if known else ("recovered_nll", "gain in likelihood")
+    place, gain = (0, "gain in F1") if known else (1, "gain in likelihood")
+    key, own = SHARES[place], OWN[place]
     low, high = figures[f"{key}_interval"] or (-1.0, 1.0)
-    of += f" (F1 {message['f1']:.2f}, from the text {text['f1']:.2f})"
-    if low < AS_WELL:
+    own_low, own_high = figures.get(f"{own}_interval") or (-1.0, 1.0)
+    untaught = figures["upper"] == "text" and not _fails(figures, {row: rows[row]["f1"] for row in rows})
+    form = ", the form of an answer not taught" if untaught else ""
+    of += f" (F1 {message['f1']:.2f}, from the text {text['f1']:.2f}{form})"
+    if min(low, own_low) < AS_WELL:
         keeps = f"{begin}it keeps {figures[key]:.0%} ({low:.0%} to {high:.0%}) of the {gain} that it has from {of}"
-        return keeps + (", so whether it answers as well is not settled" if high >= AS_WELL else "")
+        if figures.get(own) is None:
+            return f"{keeps}, which may be no better than another text's message"
+        if own_low < AS_WELL:
+            share = f"{figures[own]:.0%} ({own_low:.0%} to {own_high:.0%})"
+            keeps += f" and {share} of what the text gives beyond another text's message"
+        return keeps + (", so whether it answers as well is not settled" if min(high, own_high) >= AS_WELL else "")
     if known:
         return f"{begin}it answers {'better than' if low > 1 else 'as well as'} from {of}"
     likely = "likelier than" if low > 1 else "as likely as"
@@ -81,9 +93,13 @@ def _describe_control(figures: Mapping[str, Any], f1: Mapping[str, float]) -> st
     what = "with another text's message"
     if _may_be_zero(figures, "gap_f1"):
         return f"{what} answers are less likely, as they must be, but whether fewer are right is not settled"
+    fails = "fails" if _fails(figures, f1) else "answers worse"
+    return f"{what} it {fails} (F1 {f1['shuffled']:.2f}), as it must"
+
+
+def _fails(figures: Mapping[str, Any], f1: Mapping[str, float]) -> bool:
     left, whole = f1["shuffled"] - f1["none"], f1[figures["upper"]] - f1["none"]
-    fails = figures.get("normalised_f1") is not None and left <= FAILS * whole
-    return f"{what} it {'fails' if fails else 'answers worse'} (F1 {f1['shuffled']:.2f}), as it must"
+    return figures.get("normalised_f1") is not None and left <= FAILS * whole
 
 
 def has_few(figures: Mapping[str, Any]) -> bool:

@@ -290,6 +290,8 @@ def test_figures_between_rows_are_the_shares_and_gaps_of_their_means():
     assert found["recovered_nll"] == pytest.approx((nll["none"] - nll["latents"]) / (nll["none"] - nll["text"]))
     assert found["gap_nll"] == pytest.approx(nll["shuffled"] - nll["latents"])
     assert found["gap_f1"] == pytest.approx(0.4)
+    assert found["own_nll"] == pytest.approx((nll["shuffled"] - nll["latents"]) / (nll["shuffled"] - nll["text"]))
+    assert found["own_f1"] == pytest.approx((0.5 - 0.1) / (0.8 - 0.1))
     for key in ("recovered_nll", "gap_nll"):
         assert found[f"{key}_interval"][0] < found[key] < found[f"{key}_interval"][1]
     alone = [one | {"row": "eighth"} for one in made if one["row"] == "latents"]
@@ -312,6 +314,8 @@ def test_share_is_unknown_with_its_reason_where_text_is_no_better_than_none():
     assert found["normalised_f1"] is None and found["normalised_f1_interval"] is None
     assert found["normalised_f1_reason"] and found["recovered_nll"] is not None
     assert found["normalised_f1_reason"] in comparison.format_comparison("r", found)
+    beaten = comparison.compare(make_rows(text_f1=0.05), **SEED)["r"]
+    assert beaten["own_f1"] is None and beaten["own_f1_reason"] and beaten["own_nll"] is not None
     timed = comparison.format_comparison("r", {"faster": 2.0, "timed_tokens": 9, "timed_ratio": 4})
     assert "a text of 9 tokens; the message has one of 4 positions" in timed
     nothing_kept = [one | {"positions": 0.0} if one["row"] == "latents" else one for one in make_rows()]

@@ -6,6 +6,7 @@ from lw_jax.evals import verdict
 
 ROWS = {
     "text": {"f1": 0.80, "positions": 60.2},
+    "text_taught": {"f1": 0.80, "positions": 60.2},
     "latents": {"f1": 0.82, "positions": 11.3},
     "shuffled": {"f1": 0.03, "positions": 11.3},
     "none": {"f1": 0.01, "positions": 0.0},
@@ -18,6 +19,8 @@ GOOD = {
     "normalised_f1_interval": [0.95, 1.1],
     "recovered_nll": 1.01,
     "recovered_nll_interval": [0.9, 1.1],
+    "own_f1": 1.02,
+    "own_f1_interval": [0.95, 1.1],
     "gap_nll": 3.0,
     "gap_nll_interval": [2.5, 3.5],
     "gap_f1": 0.8,
@@ -45,6 +48,15 @@ def test_share_is_settled_by_its_interval(interval, said, unsaid):
     line = say(normalised_f1_interval=interval)
     assert said in line and unsaid not in line
     assert ("not settled" in line) == (interval in ([0.70, 1.2], None))
+
+
+def test_what_another_texts_message_gives_too_is_not_counted_as_the_texts():
+    line = say(own_f1=0.55, own_f1_interval=[0.3, 0.8])
+    assert "keeps 102%" in line and "55% (30% to 80%)" in line and "as well as" not in line
+    line = say(own_f1=None, own_f1_interval=None)
+    assert "no better than another" in line and "as well as" not in line
+    knows = ROWS | {"shuffled": {"f1": 0.5, "positions": 11.3}}
+    assert "form" in say(knows) and "form" not in say() and "form" not in say(knows, upper="text_taught")
 
 
 def test_control_that_still_answers_is_not_called_failing():
