@@ -144,17 +144,25 @@ def one_context(examples: Sequence[Example]) -> bool:
 def other_examples(examples: Sequence[Example]) -> list[int]:
     """Returns, for each example, the next one (cyclically) with another context, whose latents a control sends.
 
-    Where all contexts are the same, the example itself is returned.
+    A piece of a text and the pieces that continue it have the first one behind them: a context is no answer. Where
+    there is no other context, the example itself is returned.
     """
     contexts, count = [example.context for example in examples], len(examples)
     other = next((index for index, context in enumerate(contexts) if context != contexts[-1]), None)
     if other is None:
         return list(range(count))
+
+    def differs(index: int, other: int) -> bool:
+        answers = (answer.strip() for answer in examples[index].answers)
+        return contexts[other] != contexts[index] and contexts[other] not in answers
+
     others = [0] * count
     for index in reversed(range(count)):
         following = (index + 1) % count
-        if contexts[following] != contexts[index]:
+        if differs(index, following):
             other = following
+        elif not differs(index, other):
+            other = next((one for one in range(count) if differs(index, one)), index)
         others[index] = other
     return others
 

@@ -402,10 +402,10 @@ def test_other_examples_are_the_next_ones_and_few_texts_are_compared():
             next((j % count for j in range(i, i + count) if names[j % count] != name), i)
             for i, name in enumerate(names)
         ]
-        assert batches.other_examples([Example("", str(name), "?", ("a",)) for name in names]) == wanted
+        assert batches.other_examples([Example("", str(name), "?", ("answer",)) for name in names]) == wanted
     for last in "ab":
         Counted.compared, names = 0, ["a"] * 99 + [last]
-        batches.other_examples([Example("", Counted(name), "?", ("a",)) for name in names])
+        batches.other_examples([Example("", Counted(name), "?", ("answer",)) for name in names])
         assert Counted.compared <= 2 * len(names)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Task
-from lw_jax.data import passages, question_cards
+from lw_jax.data import batches, passages, question_cards
 from tests import tiny
 
 LENGTH = 13
@@ -81,6 +81,16 @@ def test_continuations_are_pieces_that_follow_each_other_in_one_document(documen
     assert all(after.startswith(" ") for _, after in expected), "a word begins there"
     assert [(example.context, example.answers[0]) for example in found] == expected
     assert passages.continuations([*documents, documents[0]], LENGTH, tokenizer.starts) == found
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_other_text_of_a_continuation_is_not_what_continues_it(documents, tokenizer, count):
+    found = passages.continuations(documents[:count], 7, tokenizer.starts)
+    first = len(passages.continuations(documents[:1], 7, tokenizer.starts))
+    assert first > 3
+    for index, other in enumerate(batches.other_examples(found)):
+        assert found[other].context not in (found[index].context, found[index].answers[0].strip())
+        assert count == 1 or (other < first) != (index < first)
 
 
 def test_continuation_of_a_short_document_is_its_second_half(documents, tokenizer):
