@@ -1,7 +1,7 @@
 """Exact match and token F1 against all references, by the rules of the SQuAD 1.1 evaluation script.
 
-But for references of articles and marks alone ("A" of a choice, "?"), of which those rules leave nothing, so that no
-answer at all would be right: these are compared as they are, lower-cased.
+But for references of which those rules leave nothing, so that no answer at all would be right: an article ("A" of a
+choice) stays, and marks alone ("?") are compared as they are.
 """
 
 import operator
@@ -20,7 +20,7 @@ def normalise(text: str) -> str:
 
     Unicode is composed first, as some tokenizers do: SQuAD's own script would tell such answers apart.
     """
-    return " ".join(_ARTICLES.sub(" ", _lower(text).translate(_PUNCTUATION)).split())
+    return " ".join(_ARTICLES.sub(" ", _unmarked(text)).split())
 
 
 def exact_match(prediction: str, references: Iterable[str]) -> float:
@@ -37,8 +37,12 @@ def _lower(text: str) -> str:
     return unicodedata.normalize("NFC", text).lower()
 
 
+def _unmarked(text: str) -> str:
+    return _lower(text).translate(_PUNCTUATION)
+
+
 def _words(prediction: str, reference: str) -> tuple[list[str], list[str]]:
-    form = normalise if normalise(reference) else _lower
+    form = next((form for form in (normalise, _unmarked) if form(reference).strip()), _lower)
     return form(prediction).split(), form(reference).split()
 
 

@@ -31,6 +31,8 @@ def test_normalisation_drops_case_punctuation_articles_and_space(text, normalise
         ("", ("A",), 0.0),  # of which normalisation leaves nothing
         ("The", ("a",), 0.0),
         ("a", ("A", "C"), 1.0),
+        ("(A).", ("A",), 1.0),  # as "(B)." is B
+        ("(the)", ("A",), 0.0),
         ("the c", ("A", "C"), 1.0),
         ("red", (), 0.0),
     ],
