@@ -56,11 +56,11 @@ def opened_text(path: Path) -> Iterator[IO[str]]:
 
 
 def paragraphs(path: Path) -> Iterator[str]:
-    """Yields the parts of a text file between empty lines, stripped; blank ones are left out."""
+    """Yields the parts of a text file between blank lines, stripped."""
     with opened_text(path) as file:
-        for empty, part in itertools.groupby(file, lambda line: line in ("\n", "\r\n")):
-            if not empty and (text := "".join(part).replace("\r\n", "\n").strip()):
-                yield text
+        for blank, part in itertools.groupby(file, lambda line: not line.strip()):
+            if not blank:
+                yield "".join(part).replace("\r\n", "\n").strip()
 
 
 def read(path: Path, *, remedy: str, document: type[Any] | None = None) -> Iterator[tuple[str, Any]]:

@@ -145,7 +145,7 @@ def test_text_longer_than_the_encoder_reads_is_refused_by_name_or_dropped(recipe
 def test_texts_are_read_from_every_kind_of_file(tmp_path, name):
     texts = ["First one.\nIts second line.", "Zweiter – Übung."]
     rows = [json.dumps({"text": text}) for text in texts]
-    written = {".json": f"[{','.join(rows)}]", ".txt": "\n" + "\n\n\n".join(texts)}
+    written = {".json": f"[{','.join(rows)}]", ".txt": "\n" + "\n \t\n".join(texts)}
     raw = (written.get(name[1:], "\n".join(rows)) + "\r\n\r\n").encode()
     (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
     assert passages.read(str(tmp_path / name)) == texts
