@@ -28,14 +28,14 @@ class Swaps:
 
 
 def swap(example: Example, others: Sequence[Example]) -> Example | None:
-    """Returns the example with its first answer replaced wherever it occurs in the context, as a whole word.
+    """Returns the example with its first answer replaced wherever it occurs in the context, as a whole word or number.
 
     The new answer is the first of the others' that is of the same kind (a number, a capitalised name, or neither), of
     as many words where one is, not in the context, and does not contain an own answer. None where the answer does not
-    occur in the context, or no other one is left.
+    occur in the context, no other one is left, or an own answer still stands in the changed context.
     """
     old = example.answers[0]
-    pattern = re.compile(rf"(?<!\w){re.escape(old)}(?!\w)")
+    pattern = re.compile(rf"(?<!\w)(?<!\d[.,]){re.escape(old)}(?![.,]?\d)(?!\w)", re.IGNORECASE)
     if not normalise(old) or not pattern.search(example.context):
         return None
     known = {normalise(answer) for answer in example.answers}
@@ -53,7 +53,10 @@ def swap(example: Example, others: Sequence[Example]) -> Example | None:
     new = next(filter(serves, sorted((other.answers[0] for other in others), key=unlike)), None)
     if new is None:
         return None
-    return dataclasses.replace(example, context=pattern.sub(lambda _: new, example.context), answers=(new,))
+    context = pattern.sub(lambda _: new, example.context)
+    if any(contains(context, answer) for answer in example.answers):
+        return None
+    return dataclasses.replace(example, context=context, answers=(new,))
 
 
 def make(
