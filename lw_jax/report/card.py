@@ -53,7 +53,8 @@ def _front(run: Run, wire: WireFolder, name: str, licence: str) -> str:
     data = [_hub_data(source) for _, source in _named(run)]
     spoken = {licences.DATA[dataset].language for dataset in data if dataset in licences.DATA}
     spoken |= {"en" for _, source in _named(run) if source in MADE}  # the program's own texts are English
-    scores = _scores(run) if _is_of(run, wire) and not tables.other_settings(run) else []
+    own = _is_of(run, wire) and _is_exact(run, wire)
+    scores = _scores(run) if own and not tables.other_settings(run) else []
     metadata = ModelCardData(
         language=sorted(spoken) or None,
         license=licence or "other",

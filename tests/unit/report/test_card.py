@@ -37,6 +37,7 @@ def render(
     positions=12.5,
     since=0,
     settings=None,
+    dtype="fp32",
     **changes,
 ):
     """The card of a run that reads these sources."""
@@ -54,7 +55,7 @@ def render(
         version=1,
         made_by="0",
         step=step,
-        dtype="int8",
+        dtype=dtype,
         tensors=wire_folder.Tensors(5, "2" * 64),
         models={name: describe(source, name in local) for name, source in sources.items()},
         configuration={},
@@ -147,6 +148,11 @@ def test_results_of_another_checkpoint_are_said_to_be_and_stay_out_of_the_metada
     assert warning not in own.text and own.data.eval_results
 
 
+def test_results_of_values_that_were_rounded_since_stay_out_of_the_metadata(tmp_path):
+    other = render(tmp_path, dtype="int8")
+    assert "not this folder's int8" in other.text.replace("\n", " ") and other.data.eval_results is None
+
+
 def test_results_of_other_settings_are_said_to_be_and_stay_out_of_the_metadata(tmp_path):
     other = render(tmp_path, settings={"max_new_tokens": 2, "taught_steps": 96})
     assert "Measured with eval.max_new_tokens=2 (of the run: 16)." in other.text.replace("\n", " ")
@@ -163,7 +169,7 @@ def test_results_are_of_the_data_on_which_they_were_measured(tmp_path):
 
 @pytest.mark.parametrize(("step", "trained"), [(0, False), (STEP, True)])
 def test_a_cache_wire_is_trained_and_rounded_only_where_it_took_steps(step, trained, tmp_path):
-    found = render(tmp_path, sources={"llms/llama": SOURCES["llms/llama"]}, step=step, **CACHE)
+    found = render(tmp_path, sources={"llms/llama": SOURCES["llms/llama"]}, step=step, dtype="int8", **CACHE)
     text = found.text.replace("\n", " ")
     assert ("Nothing was trained" in text) != trained and (f"trained for {STEP} steps" in text) == trained
     assert f"The wire was computed{' and trained' * trained} through its readers" in text
