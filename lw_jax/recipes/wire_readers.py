@@ -137,7 +137,10 @@ class WireReaders(Recipe):
 
     def _shared_texts(self) -> list[Finding]:
         """Returns a warning where held-out texts are among those of training."""
-        held_out = {example.context for example in self.curriculum.examples("validation")}
+        named, least = self.curriculum.examples("validation"), self.cfg.eval.examples
+        if 0 < self.cfg.data.validation_limit < least:  # `eval` measures others
+            named = [*named, *self.questions("validation", least=least)]
+        held_out = {example.context for example in named}
         trained = {
             "train": {example.context for example in self.curriculum.examples("train")},
             "passages": set(self.curriculum.passages),

@@ -131,7 +131,7 @@ def test_held_out_texts_that_are_trained_on_are_reported(tmp_path, root, apart):
     assert [one.startswith(said) for one in found] == [True] * (apart < 9), found
     repeated = {"data__passages": str(held_out), "data__columns": ("text:context",)}
     given = {"data__train": str(train), "data__validation": str(held_out), "stages__pretrain__share": 1.0}
-    recipe = tiny.make_recipe(root, only="llama", **given | repeated)
+    recipe = tiny.make_recipe(root, only="llama", data__validation_limit=2, eval__examples=9, **given | repeated)
     (found,) = (str(one) for one in recipe.findings())
     both = f"{9 - apart} in config.data.train and " * (apart < 9) + "9 in config.data.passages: "
     assert found.startswith(f"warning: of 9 texts of config.data.validation are also {both}")
