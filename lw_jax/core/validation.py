@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Mapping
 
-from lw_jax.core.config import REMATS, Config, flags, flatten, split_prompt, stages, unread
+from lw_jax.core.config import REMATS, Config, flags, flatten, split_prompt, unread
 from lw_jax.core.config_keys import refuse, suggest
 from lw_jax.core.config_sections import BITS, FIELDS, MEANING, MODEL_AXIS, OWN_DATA, PRETRAINED
 from lw_jax.core.errors import UserError
@@ -107,12 +107,6 @@ def _check_stages(cfg: Config) -> None:
         refuse("data.passages", cfg.data.passages, rule)
     if pretrain.share and not pretrain.lengths:
         refuse("stages.pretrain.lengths", (), "must name a length: the stage has a share of the run.")
-    shares = {"align": align.share, "pretrain": pretrain.share, "answer": 1.0 - align.share - pretrain.share}
-    trained = {name for name, _, _ in stages(cfg)}
-    for name, share in shares.items():
-        if cfg.train.steps and share > 1e-9 and name not in trained:
-            rule = f"gives no step to stage {name}, {share:g} of the run; raise it, or change stages.*.share."
-            refuse("train.steps", cfg.train.steps, rule)
     sizes = (("slots", answer.slots, cfg.encoder.slots), ("widths", answer.widths, cfg.encoder.width))
     for name, values, bound in sizes:
         if not all(1 <= value <= bound for value in values):

@@ -5,6 +5,7 @@ Its meta.json is written last, so that it stands for a whole corpus; what a kill
 writes a file of ids of its own, which meta.json names: the locks of some file systems hold within a node only.
 """
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -207,8 +208,9 @@ def _make(folder: Path, name: str, pieces: Iterable[Piece], tokenizer: TextToken
     counts = {"documents": 0, "blank": 0, "bytes": 0, "tokens": 0}
     inside, file = False, folder / f"ids-{os.uname().nodename}.bin"
     for left in folder.glob("ids*.bin"):
-        if time.time() - left.stat().st_mtime > STALE:
-            left.unlink()
+        with contextlib.suppress(OSError):  # another's, or another node has just removed it
+            if time.time() - left.stat().st_mtime > STALE:
+                left.unlink()
     with phase(f"tokenising {name}", unit="MB of text") as progress, file.open("wb") as out:
         for batch in _batches(pieces, counts):
             ids = _encode(batch, tokenizer, inside=inside)

@@ -126,13 +126,8 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
 
 
 def tokenize_answers(texts: Sequence[str], tokenizer: Tokenizer, task: str) -> list[np.ndarray]:
-    """Returns the ids of texts that are repeated, or that continue another one, with the blank before them if any.
-
-    SentencePiece adds that blank itself, also where there is none.
-    """
-    if task == "continuation" and tokenizer.adds_blank:
-        texts = [text.lstrip() for text in texts]
-    return prompt_tokens.tokenize(tokenizer, list(texts))
+    """Returns the ids of texts that are repeated, or that continue another one, with the blank before them if any."""
+    return prompt_tokens.tokenize(tokenizer, list(texts), behind=task == "continuation")
 
 
 def _drop(

@@ -98,7 +98,8 @@ def to_windows(ids: np.ndarray, layout: Layout) -> np.ndarray:
     bare = ids[len(first) : len(ids) - len(last)][: room * layout.windows]
     if not first and not last:
         return bare
-    return np.concatenate([marked(bare[i : i + room], first, last) for i in range(0, max(len(bare), 1), room)])
+    starts = range(0, max(len(bare), 1), room)
+    return np.concatenate([part for i in starts for part in (first, bare[i : i + room], last)]).astype(np.int32)
 
 
 class ReaderPass:

@@ -183,7 +183,11 @@ def identify(tokenizer: Tokenizer | BertTokenizer, *, template: str = "plain") -
     content: list[Any] = [vocab, [ids.tolist()], tokenizer.special, tokenizer.pad]
     if isinstance(tokenizer, Tokenizer):
         content += [tokenizer.begin, tokenizer.eos, tokenizer.stops]
-        content += [tokenizer.render_chat(_PROBE)] if template == "chat" else []
+        if template == "chat":
+            content.append(prompt := tokenizer.render_chat(_PROBE))
+            # Until 1 December 2026 prompts had the first ids also where the template does not write them.
+            if tokenizer.encode(prompt)[: len(tokenizer.begin)] != list(tokenizer.begin):
+                content.append("no first ids")
     return content_hash(content)
 
 

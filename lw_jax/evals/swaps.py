@@ -35,7 +35,7 @@ def swap(example: Example, others: Sequence[Example]) -> Example | None:
     occur in the context, no other one is left, or an own answer still stands in the changed context.
     """
     old = example.answers[0]
-    pattern = re.compile(rf"(?<!\w)(?<!\d[.,]){re.escape(old)}(?![.,]?\d)(?!\w)", re.IGNORECASE)
+    pattern = re.compile(rf"(?<!\w)(?<!\d[.,]){re.escape(old)}(?![.,]?\d)(?!\w)")
     if not normalise(old) or not pattern.search(example.context):
         return None
     known = {normalise(answer) for answer in example.answers}

@@ -1,6 +1,6 @@
 """Verdict of an evaluation in a word and in a sentence: does the message carry the text, and by its latents?
 
-Reads the figures of `control_rows.compare` and no array, so that a report needs no JAX.
+Reads the figures of `comparison.compare` and no array, so that a report needs no JAX.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,27 +58,29 @@ def sentence(reader: str, figures: Mapping[str, Any], rows: Mapping[str, Mapping
         needed = "the rows text, latents, none and shuffled are needed"
         text = f"no verdict: {figures.get('normalised_f1_reason') or needed}"
     else:
-        text = f"{_describe_share(figures, rows)}; {_describe_control(figures, f1)}"
+        text = f"{_describe_share(figures, rows, f1)}; {_describe_control(figures, f1)}"
     return f"{reader}: {text}"
 
 
-def _describe_share(figures: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:
+def _describe_share(figures: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]], f1: Mapping[str, float]) -> str:
     text, message = rows[figures["upper"]], rows["latents"]
     begin, of = "", "the text"
     if "fewer_positions" in figures:
         begin, of = f"from {message['positions']:.0f} positions ", f"the {text['positions']:.0f} of the text"
     known = figures.get("normalised_f1") is not None
     place, gain = (0, "gain in F1") if known else (1, "gain in likelihood")
-    key, own = SHARES[place], OWN[place]
+    key = SHARES[place]
+    own = next((key for key in (OWN[place], OWN[1 - place]) if figures.get(key) is not None), OWN[place])
     low, high = figures[f"{key}_interval"] or (-1.0, 1.0)
     own_low, own_high = figures.get(f"{own}_interval") or (-1.0, 1.0)
-    untaught = figures["upper"] == "text" and not _fails(figures, {row: rows[row]["f1"] for row in rows})
+    untaught = figures["upper"] == "text" and not _fails(figures, f1)
     form = ", the form of an answer not taught" if untaught else ""
     of += f" (F1 {message['f1']:.2f}, from the text {text['f1']:.2f}{form})"
     if min(low, own_low) < AS_WELL:
         keeps = f"{begin}it keeps {figures[key]:.0%} ({low:.0%} to {high:.0%}) of the {gain} that it has from {of}"
         if figures.get(own) is None:
-            return f"{keeps}, which may be no better than another text's message"
+            more = f"; {figures[f'{own}_reason']}" if f"{own}_reason" in figures else ""
+            return keeps + more + ": measure text_taught" * bool(more and untaught)
         if own_low < AS_WELL:
             share = f"{figures[own]:.0%} ({own_low:.0%} to {own_high:.0%})"
             keeps += f" and {share} of what the text gives beyond another text's message"

@@ -188,8 +188,9 @@ def _from_package(source: str, sha256: str) -> Path:
 
 def _fetch(match: re.Match[str], target: Path, sha256: str) -> None:
     for left in target.parent.glob("partial-*"):  # by a kill
-        if time.time() - left.stat().st_mtime > _STALE:
-            shutil.rmtree(left)
+        with contextlib.suppress(OSError):  # another's, or another node has just removed it
+            if time.time() - left.stat().st_mtime > _STALE:
+                shutil.rmtree(left)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="partial-") as scratch:
         make = _unpack_folder if match["member"].endswith("/") else _join_members
         fetched = make(match, Path(scratch))

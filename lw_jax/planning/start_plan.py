@@ -29,7 +29,7 @@ from lw_jax.planning.roofline import Speed
 from lw_jax.recipes import cache_start
 from lw_jax.recipes.cache_wire import CacheWire
 from lw_jax.recipes.wire_shapes import AGAIN, SHARED_PREFIX
-from lw_jax.training import memory_limit, step_costs
+from lw_jax.training import memory_limit, out_of_memory, step_costs
 from lw_jax.training.memory import Compile, bytes_of, fresh_bytes
 from lw_jax.training.traced_costs import Costs, trace
 from sharding import place
@@ -142,20 +142,30 @@ def _measure(cfg: Config, placed: Placement, on: Hardware, speed: Speed | None) 
     for name, component in placed.readers.items():
         together[component.mesh] = together.get(component.mesh, 0) + weights[name] + place.device_bytes(codes[name])
     fits_alone = max(together.values()) <= room.usable
-    compiles = on.compile if fits_alone else None
-    readers = {name: _plan_reader(recipe, name, compiles, speed, weights[name]) for name in placed.readers}
+    obstacle = ""
+
+    def plan(compiles: Compile | None) -> dict[str, ReaderPlan]:
+        return {name: _plan_reader(recipe, name, compiles, speed, weights[name]) for name in placed.readers}
+
+    try:
+        with out_of_memory.detect():
+            readers = plan(on.compile if fits_alone else None)
+    except out_of_memory.OutOfMemory as error:
+        readers, obstacle = plan(None), f"too large for the compiler: {error}"
     peaks = {
         name: together[component.mesh] + max(reader.reading.peak_bytes, reader.writing.peak_bytes, reader.basis_bytes)
         for (name, component), reader in zip(placed.readers.items(), readers.values(), strict=True)
     }
     fullest = max(peaks, key=lambda name: peaks[name])
-    peak, fits = peaks[fullest], peaks[fullest] <= room.usable
+    peak = peaks[fullest]
+    if peak > room.usable:
+        obstacle = f"{fullest}: {bytes_of(peak)} of {bytes_of(room.usable)}"
     return StartCandidate(
         strategy="single" if placed.devices == 1 else placed.strategy,
         **plans.layout(placed),
         peak_bytes=peak,
-        fits=fits,
-        obstacle="" if fits else f"{fullest}: {bytes_of(peak)} of {bytes_of(room.usable)}",
+        fits=not obstacle,
+        obstacle=obstacle,
         readers=readers,
     )
 

@@ -110,8 +110,8 @@ def limit(run: Duration, site: Site) -> Limit:
     if not run.step_seconds:
         raise UserError(f"{where}: {text} = {needed:.2f} h, of which nothing is saved before the end; {remedy}.")
     notice, between = notice_seconds(run.step_seconds), f"{run.checkpoint_seconds / 60:.1f} min"
-    useful, startup = (longest - STARTUP_HOURS) * 3600 - notice, STARTUP_HOURS + run.start_hours
-    first = useful - run.start_hours * 3600
+    start_hours, useful = run.start_hours * TIME_MARGIN, (longest - STARTUP_HOURS) * 3600 - notice
+    startup, first = STARTUP_HOURS + start_hours, useful - start_hours * 3600
     if first <= 0:
         raise UserError(
             f"{where}: start-up ({startup:.2f} h) and the notice before the limit ({notice} s) leave no time to "
@@ -148,7 +148,7 @@ def hours_of_run(hours: float, basis: str, plan: Plan, train: Train, done: int =
         hours, basis = hours + hours * plan.validation_hours / plan.hours, f"{basis}, validations included"
     elif train.steps:  # the last one is validated, whatever train.eval_every is
         basis = f"{basis}, {ALL_HELD_OUT if plan.hours else UNTIMED}"
-    if not done:
+    if not (done and train.steps):
         return hours + (plan.start_hours or 0.0), basis
     left = max(train.steps - done, 0)
     return hours * left / train.steps, f"{basis}, {left:,} of {train.steps:,} steps left"

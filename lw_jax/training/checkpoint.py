@@ -278,12 +278,13 @@ class Checkpointer:
             try:
                 if path.suffix != REMOVED:
                     path = path.rename(path.with_name(path.name + REMOVED))
-            except OSError as error:
-                raise UserError(f"{path}: an old checkpoint cannot be removed: {error}; remove it by hand") from error
-            try:
                 shutil.rmtree(path)
-            except OSError as error:  # NFS keeps the files that a reader on this node has open
-                _log.warning("%s: not empty yet (%s); the rest is removed at a later checkpoint", path, error)
+            except OSError as error:
+                if path.suffix == REMOVED and error.errno in (errno.ENOTEMPTY, errno.EBUSY):
+                    # NFS keeps the files that a reader on this node has open.
+                    _log.warning("%s: it is still read (%s); it is removed at a later checkpoint", path, error)
+                    continue
+                raise UserError(f"{path}: an old checkpoint cannot be removed: {error}; remove it by hand") from error
 
     def _list_steps(self) -> list[Path]:
         for _ in range(TRIES):

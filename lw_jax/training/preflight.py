@@ -55,7 +55,17 @@ def _alarm(cfg: Config) -> list[Finding]:
 
 
 def _schedule(cfg: Config) -> list[Finding]:
-    warmup, findings = cfg.optim.warmup_steps, []
+    shares = {"align": cfg.stages.align.share, "pretrain": cfg.stages.pretrain.share}
+    shares["answer"] = 1.0 - sum(shares.values())
+    trained = {name for name, _, _ in config.stages(cfg)}
+    rule = f"train.steps={cfg.train.steps} gives no step to stage"
+    remedy = "raise it, or change stages.*.share"
+    findings = [
+        Finding("error", f"{rule} {name}, {share:g} of the run; {remedy}")
+        for name, share in shares.items()
+        if share > 1e-9 and name not in trained
+    ]
+    warmup = cfg.optim.warmup_steps
     for name, stage, steps in config.stages(cfg):
         peak = cfg.optim.learning_rate * stage.rate
         where = "the run's" if steps == cfg.train.steps else f"stage {name}'s"

@@ -246,8 +246,10 @@ def check_run(cfg: Config, workdir: Path) -> None:
 
     A run that was refused before its first row and checkpoint is no obstacle: the mended configuration replaces it.
     """
-    if (workdir / EVALUATION).exists() and not _has_checkpoint(workdir):
-        rule = "results of another wire, which would be taken for this run's: name another --workdir, or remove them"
+    whole = (path for path in (workdir / "checkpoints").glob("[0-9]*") if path.name.isdecimal())
+    if (workdir / EVALUATION).exists() and not any(whole):
+        rule = "results of weights that are not here, which would be taken for this run's"
+        rule += ": name another --workdir, or remove them"
         raise UserError(f"{workdir / EVALUATION}: {rule}")
     saved = (workdir / "config.json").exists()
     if has_trained(workdir):
@@ -292,11 +294,7 @@ def config_text(cfg: Config) -> str:
 def has_trained(workdir: Path) -> bool:
     """Returns whether a run's folder has a row or a checkpoint: before, its configuration may change."""
     metrics = workdir / "metrics.jsonl"
-    return _has_checkpoint(workdir) or (metrics.exists() and metrics.stat().st_size > 0)
-
-
-def _has_checkpoint(workdir: Path) -> bool:
-    return any((workdir / "checkpoints").glob("[0-9]*"))
+    return any((workdir / "checkpoints").glob("[0-9]*")) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def _find_version(name: str) -> str:

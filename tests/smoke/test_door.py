@@ -59,6 +59,7 @@ def test_verb_may_stand_anywhere_and_is_train_when_left_out(calls: list[dict[str
 def test_one_process_of_several_writes_the_folder(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     client = types.SimpleNamespace(blocking_key_value_get=lambda *_: json.dumps({"value": None}))
     monkeypatch.setattr(processes, "_client", lambda: client)
+    monkeypatch.setattr(processes.distributed.global_state, "process_id", 1)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert run.main([*SMOKE, "--workdir", "w"]) == 0
     assert calls and not Path("w").exists()

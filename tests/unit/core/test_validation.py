@@ -56,8 +56,6 @@ BAD = [
     ("eval.rows", ("text", "text"), {}),
     ("stages.pretrain.lengths", (), {"stages.pretrain.share": 1.0}),
     ("stages.pretrain.share", 0.5, {"stages.align.share": 0.6}),
-    *(("train.steps", 20, {"stages.align.share": share}) for share in (0.02, 0.98)),
-    ("train.steps", 10, {"stages.pretrain.share": 0.05, "data.passages": "more.txt"}),
     ("stages.answer.bits", (3,), {}),
     ("data.passages", "more.txt", {}),
     ("message.bytes", 16, {}),

@@ -53,8 +53,10 @@ def test_share_is_settled_by_its_interval(interval, said, unsaid):
 def test_what_another_texts_message_gives_too_is_not_counted_as_the_texts():
     line = say(own_f1=0.55, own_f1_interval=[0.3, 0.8])
     assert "keeps 102%" in line and "55% (30% to 80%)" in line and "as well as" not in line
-    line = say(own_f1=None, own_f1_interval=None)
-    assert "no better than another" in line and "as well as" not in line
+    less = {"own_f1": None, "own_f1_interval": None, "own_f1_reason": "text may be no better than shuffled"}
+    line = say(**less)
+    assert "no better than shuffled" in line and "as well as" not in line
+    assert "70% (60% to 80%) of what" in say(**less, own_nll=0.7, own_nll_interval=[0.6, 0.8])
     knows = ROWS | {"shuffled": {"f1": 0.5, "positions": 11.3}}
     assert "form" in say(knows) and "form" not in say() and "form" not in say(knows, upper="text_taught")
 

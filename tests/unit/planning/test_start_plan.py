@@ -5,6 +5,7 @@ import functools
 import json
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from configs import pair_8b
@@ -102,6 +103,12 @@ def test_weights_that_a_program_does_not_read_take_nothing_from_its_peak(root):
     assert plan.chosen is not None
     reader, text = plan.chosen.readers["llama"], plan.rows * plan.tokens * 5  # ids and mask
     assert 8_000_000 + text < reader.reading.peak_bytes < reader.writing.peak_bytes < 8_000_000 + 2 * text
+
+    def refuse(_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 7 bytes")
+
+    plan = start_plan.make(cfg, dataclasses.replace(target, compile=refuse), None)
+    assert plan.chosen is None and "too large for the compiler" in plan.candidates[0].obstacle
 
 
 def test_the_cpu_is_planned_by_compiling_and_as_json(root, capsys, monkeypatch):

@@ -128,7 +128,7 @@ PLAN = StepPlan(target="h100x4", devices=4, per_host=4, compiled=True, hours=160
         ("2", {"checkpoint_every": 1000, "eval_every": 20}, {}, "warning", "with a checkpoint every 2.3 min"),
         ("5", {}, {"validation_hours": 0.8}, "warning", "predicted, validations included, x 1.3"),
         ("5", {}, {"start_hours": 0.8}, "warning", "3.91 h predicted"),
-        ("2", {}, {"start_hours": 1.5}, "error", "start-up (1.75 h)"),
+        ("2", {}, {"start_hours": 1.5}, "error", "start-up (2.20 h)"),
         ("2", {}, {}, "warning", "predicted, without validations: data.validation_limit and eval.examples are 0, x"),
         ("2", {"steps": 0}, {}, "error", "h predicted, x 1.3"),
     ],

@@ -50,6 +50,24 @@ LATE = {"train__steps": 700, "train__eval_every": 900}
         # the first stage has 600 of 12,000 steps
         (SQUAD, {"optim__warmup_steps": 700}, "error", "optim.warmup_steps"),
         (SQUAD, {"train__steps": 20}, "", "stages.pretrain.lengths"),
+        (
+            SQUAD,
+            {"train__steps": 20, "stages__align__share": 0.02},
+            "error",
+            "train.steps=20 gives no step to stage align",
+        ),
+        (
+            SMOKE,
+            {"train__steps": 20, "stages__align__share": 0.98},
+            "error",
+            "train.steps=20 gives no step to stage answer",
+        ),
+        (
+            SMOKE,
+            {"train__steps": 10, "stages__pretrain__share": 0.05},
+            "error",
+            "train.steps=10 gives no step to stage",
+        ),
         (SQUAD, {"train__steps": 20, "stages__pretrain__share": 0.1}, "warning", "stages.pretrain.lengths"),
         (SMOKE, {}, "", "train.checkpoint_every"),
         (SMOKE, {"train__eval_every": 0}, "warning", "train.checkpoint_every"),

@@ -178,10 +178,10 @@ def test_folder_in_which_nothing_can_be_written_is_refused_at_once(tmp_path: Pat
 
 def test_results_of_another_wire_are_not_taken_for_a_new_run_s(tmp_path: Path) -> None:
     (tmp_path / "eval.json").write_text("{}")
-    with pytest.raises(UserError, match=r"eval\.json: results of another wire"):
+    with pytest.raises(UserError, match=r"eval\.json: results of weights that are not here"):
         run_folder.check_run(_build(), tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 5}\n')  # the run's own, whose checkpoints are gone
-    with pytest.raises(UserError, match=r"eval\.json: results of another wire"):
+    with pytest.raises(UserError, match=r"eval\.json: results of weights that are not here"):
         run_folder.check_run(_build(), tmp_path)
     (tmp_path / "checkpoints" / "5").mkdir(parents=True)
     run_folder.check_run(_build(), tmp_path)
