@@ -192,7 +192,7 @@ def identity(cfg: Config) -> str:
 def stages(cfg: Config) -> list[tuple[str, Stage, int]]:
     """Returns (name, stage, optimizer steps) of each stage that has a share of the run, in their order.
 
-    The steps are rounded so that they add up to train.steps; `validation` refuses a share too small for a step.
+    The steps are rounded so that they add up to train.steps; `preflight` refuses a share too small for a step.
     """
     align, pretrain, answer = cfg.stages.align, cfg.stages.pretrain, cfg.stages.answer
     ends = [round(end * cfg.train.steps) for end in (0.0, align.share, align.share + pretrain.share, 1.0)]

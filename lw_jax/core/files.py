@@ -6,7 +6,9 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,14 @@ def make_cache(folder: Path) -> Path:
 def write_whole(path: Path, text: str) -> None:
     with whole(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def remove_stale(paths: Iterable[Path], seconds: float) -> None:
+    """Removes the files and folders that killed jobs left, unchanged for so long."""
+    for path in paths:
+        with contextlib.suppress(OSError):  # another's, or another node has just removed it
+            if time.time() - path.stat().st_mtime > seconds:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @contextlib.contextmanager

@@ -5,13 +5,11 @@ Its meta.json is written last, so that it stands for a whole corpus; what a kill
 writes a file of ids of its own, which meta.json names: the locks of some file systems hold within a node only.
 """
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, TypeGuard
@@ -21,7 +19,7 @@ import numpy as np
 
 from lw_jax.core import schema
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import content_hash, locked, whole
+from lw_jax.core.files import content_hash, locked, remove_stale, whole
 from lw_jax.core.progress import phase
 from lw_jax.core.types import Task
 from lw_jax.data import documents, row_sources
@@ -207,10 +205,7 @@ def _make(folder: Path, name: str, pieces: Iterable[Piece], tokenizer: TextToken
     dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab <= NARROW else "uint32"
     counts = {"documents": 0, "blank": 0, "bytes": 0, "tokens": 0}
     inside, file = False, folder / f"ids-{os.uname().nodename}.bin"
-    for left in folder.glob("ids*.bin"):
-        with contextlib.suppress(OSError):  # another's, or another node has just removed it
-            if time.time() - left.stat().st_mtime > STALE:
-                left.unlink()
+    remove_stale(folder.glob("ids*.bin"), STALE)
     with phase(f"tokenising {name}", unit="MB of text") as progress, file.open("wb") as out:
         for batch in _batches(pieces, counts):
             ids = _encode(batch, tokenizer, inside=inside)

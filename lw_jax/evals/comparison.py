@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from lw_jax.core.eval_rows import OF_CACHE, ROWS
-from lw_jax.evals import verdict
 from lw_jax.evals.statistics import Bootstrap, Estimate
-from lw_jax.evals.verdict import format_interval
+from lw_jax.evals.verdict import OWN, SHARES, format_interval
 
 Record = dict[str, Any]
 Row = dict[str, Any]  # figures by name, those of INTERVALS also with "_interval": [low, high]
@@ -182,10 +181,8 @@ def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
         parts.append(
             f"first token in {1 / figures['faster']:.2f}x the time of a text of {figures['timed_tokens']} tokens{timed}"
         )
-    shares = [
-        f"{key}{row}" for row in ("", *(f"_{row}" for row in OF_CACHE)) for key in ("normalised_f1", "recovered_nll")
-    ]
-    shares += verdict.OWN
+    shares = [f"{key}{row}" for row in ("", *(f"_{row}" for row in OF_CACHE)) for key in SHARES]
+    shares += OWN
     for key in (*shares, "gap_f1", "gap_nll", "follows"):
         against = f" of {figures['upper']}" if key in shares and "upper" in figures else ""
         if figures.get(key) is not None:

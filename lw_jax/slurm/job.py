@@ -61,8 +61,7 @@ def make_job(
     step_seconds, checkpoint_seconds = cluster_profile.pace(hours, cfg.train)
     start_hours, done = 0.0, checkpoint.newest_step(workdir)
     if request.hours is None:
-        start_hours = 0.0 if done else plan.start_hours or 0.0
-        hours, basis = cluster_profile.hours_of_run(hours, basis, plan, cfg.train, done)
+        hours, start_hours, basis = cluster_profile.hours_of_run(hours, basis, plan, cfg.train, done)
         if plan.caching_key and not done:
             basis += f", without filling the cache of {plan.caching_key}"
     method = "compiled" if plan.compiled else "estimated, not compiled"

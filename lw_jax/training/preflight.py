@@ -105,9 +105,11 @@ def missing_data(cfg: Config) -> list[str]:
         for name in row_sources.split_sources(getattr(cfg.data, key))
     ]
     for key, source in named:
-        if source.startswith(row_sources.HUB) and not importlib.util.find_spec("datasets"):
-            lines.append(f"data.{key}={source!r}: the hub's data need a package: pip install datasets")
-        if source in generated or source.startswith(row_sources.HUB) or row_sources.is_here(source):
+        if source.startswith(row_sources.HUB):
+            if not importlib.util.find_spec("datasets"):
+                lines.append(f"data.{key}={source!r}: the hub's data need a package: pip install datasets")
+            continue
+        if source in generated or row_sources.is_here(source):
             continue
         missing = f"data.{key}={source!r}: no such file or folder, seen from {Path.cwd()}"
         rule = f"a run needs it at its start: --config.data.{key}=FILE names one"

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import threading
 import time
 
 import numpy as np
@@ -21,6 +20,7 @@ from lw_jax.data.corpus import Span, WarmupSchedule, Windows, pack
 from lw_jax.data.row_sources import Unreachable
 from lw_jax.data.tokens import ByteTokenizer, load_tokenizer
 from lw_jax.recipes import selfmade
+from tests import two_jobs
 
 DOCUMENTS = ["naïve 中文\n", "", "two words", " \n ", *(f"document {i} of many" for i in range(31))]
 KEPT = [text for text in DOCUMENTS if text.strip()]
@@ -217,23 +217,18 @@ def test_what_a_packer_left_long_ago_is_removed(tmp_path, source, tiny):
 
 
 def test_of_two_jobs_one_packs_and_the_other_finds_it(tmp_path, source):
-    began, go, calls, found = threading.Event(), threading.Event(), [], []
+    calls = []
 
-    class Slow(ByteTokenizer):
-        def encode_batch(self, texts):
-            calls.append(len(texts))
-            began.set()
-            assert go.wait(20)
-            return super().encode_batch(texts)
+    def job(hold):
+        class Slow(ByteTokenizer):
+            def encode_batch(self, texts):
+                calls.append(len(texts))
+                hold()
+                return super().encode_batch(texts)
 
-    jobs = [threading.Thread(target=lambda: found.append(pack(source, Slow(), root=tmp_path))) for _ in range(2)]
-    jobs[0].start()
-    assert began.wait(20)
-    jobs[1].start()
-    time.sleep(0.2)  # the second is at the lock
-    go.set()
-    for job in jobs:
-        job.join(20)
+        return pack(source, Slow(), root=tmp_path)
+
+    found = two_jobs.run(job)
     assert len(found) == 2 and len(calls) == 1
     for one in found:
         np.testing.assert_array_equal(everything(one), expected())

